@@ -1,0 +1,43 @@
+"""Our own scripts, `mlx_lm_mtp` and `mlx_lm_mtp.generate`."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def generate() -> None:
+    """`mlx_lm_mtp.generate`: stock's script, with the plugin turned on by hand."""
+    from .install import install
+
+    install()
+    from mlx_lm.generate import main as stock_main
+
+    stock_main()
+
+
+def main() -> None:
+    """`mlx_lm_mtp`: what there is to say about this installation."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_lm_mtp", description="Drafting for stock mlx-lm."
+    )
+    from ._version import __version__
+
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plugins = commands.add_parser("plugins", help="list drafters and who brings them")
+    plugins.set_defaults(run=_list_plugins)
+    args = parser.parse_args()
+    args.run()
+
+
+def _list_plugins() -> None:
+    from .plugins import drafters
+
+    found = drafters()
+    rows = [("drafter", "provider", "version")]
+    for name in found:
+        registration = found[name]
+        rows.append((name, registration.provider, registration.version))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())

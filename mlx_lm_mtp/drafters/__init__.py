@@ -1,0 +1,1 @@
+"""What proposes tokens: the contract, and the drafters that come with the package."""

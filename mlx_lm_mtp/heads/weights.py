@@ -1,0 +1,128 @@
+"""Find a head's tensors in a checkpoint, and tell how its norms are written.
+
+The head is recognised by its tensors, never by the config: converted checkpoints often
+declare a head that they no longer have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import HeadNotFound, HeadUnreadable
+
+PREFIXES = ("mtp.", "language_model.mtp.", "model.mtp.", "model.language_model.mtp.")
+_FILES = "model*.safetensors"
+_MARK = "fc.weight"  # every head has it, bare of prefix
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A head as the checkpoint has it.
+
+    Args:
+        tensors: Name below the prefix -> lazily loaded array.
+        source: The file, or files, for people.
+        raw_norms: Whether norm weights are zero-centred, so that 1 must be added.
+        evidence: What `raw_norms` was told by.
+    """
+
+    tensors: dict[str, mx.array]
+    source: str
+    raw_norms: bool
+    evidence: str
+
+    def shifted(self) -> dict[str, mx.array]:
+        """The tensors with norm weights as stock's `nn.RMSNorm` multiplies them."""
+        if not self.raw_norms:
+            return self.tensors
+        return {k: v + 1.0 if _is_norm(k) else v for k, v in self.tensors.items()}
+
+
+def find_head(path: Path) -> HeadWeights:
+    """The head in a checkpoint directory.
+
+    Raises:
+        HeadNotFound: If no file holds one.
+        HeadUnreadable: If a weight file is cut short or damaged.
+    """
+    shards = {file: _load(file) for file in sorted(path.glob(_FILES))}
+    tensors, files, formats = {}, [], set()
+    for file, (arrays, metadata) in shards.items():
+        found = dict(_head_tensors(arrays))
+        if found:
+            tensors |= found
+            files.append(file.name)
+            formats.add(metadata.get("format"))
+    if _MARK not in tensors:
+        raise HeadNotFound(
+            f"no MTP head in {path}: looked for tensors named "
+            f"{', '.join(p + '*' for p in PREFIXES)} in {_FILES} ({len(shards)} files). "
+            "Converted checkpoints often lack it; use the original checkpoint, or a "
+            "conversion that kept its head."
+        )
+    conv = _conv_layout(arrays for arrays, _ in shards.values())
+    raw, evidence = _norm_encoding(tensors, formats, conv)
+    return HeadWeights(tensors, ", ".join(files), raw, evidence)
+
+
+def _load(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    try:
+        return mx.load(str(file), return_metadata=True)
+    except (RuntimeError, ValueError) as error:
+        raise HeadUnreadable(
+            f"{file} cannot be read ({error}); download it again."
+        ) from error
+
+
+def _head_tensors(arrays: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
+    for key, array in arrays.items():
+        for prefix in PREFIXES:
+            if key.startswith(prefix):
+                yield key[len(prefix) :], array
+
+
+def _is_norm(key: str) -> bool:
+    return key.endswith("norm.weight") or ".pre_fc_norm_" in f".{key}"
+
+
+def _conv_layout(payload: Iterator[Mapping[str, mx.array]]) -> tuple[int, ...] | None:
+    """The shape of the trunk's first convolution kernel, if it has any."""
+    for arrays in payload:
+        for key, array in arrays.items():
+            if key.endswith("conv1d.weight"):
+                return array.shape
+    return None
+
+
+def _norm_encoding(
+    tensors: Mapping[str, mx.array],
+    formats: set[str | None],
+    conv: tuple[int, ...] | None,
+) -> tuple[bool, str]:
+    """Whether norms are raw, decided once for the head, by the best evidence there is.
+
+    MLX's own format marks shifted norms, and so does a trunk whose convolutions are
+    in MLX's layout, since stock shifts and transposes together. Without either, the
+    q/k norms tell: near 0.75 when raw, above 1.7 when shifted (on released Qwen3.5
+    heads). Norms around the projection do not: theirs are below 0.5 in both.
+    """
+    if formats == {"mlx"}:
+        return False, "safetensors format: mlx"
+    if conv is not None:
+        raw = conv[-1] != 1
+        return raw, f"the trunk's conv1d is in {'raw' if raw else 'MLX'} layout {conv}"
+    means = [v.astype(mx.float32).mean() for k, v in tensors.items() if _is_qk(k)]
+    if means:
+        mean = mx.stack(means).mean().item()
+        return mean < 1.25, f"mean of the q/k norms {mean:.2f}"
+    norms = [v.reshape(-1) for k, v in tensors.items() if _is_norm(k)]
+    share = (mx.concatenate(norms) < 0).mean().item()
+    return share > 0.05, f"share of negative norm weights {share:.2f}"
+
+
+def _is_qk(key: str) -> bool:
+    return key.endswith(("q_norm.weight", "k_norm.weight"))

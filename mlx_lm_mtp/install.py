@@ -1,0 +1,117 @@
+"""Turns the plugin on and off: the only module that assigns into mlx-lm.
+
+Each stock function is wrapped where it is defined, right after its module has run, so
+that every later import sees the wrapper; copies that other modules of mlx-lm imported
+before are replaced as well. Undoing puts the very objects back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import _mlx_lm_mtp_boot as boot
+
+from . import origin, stock_api, stock_cli
+from .errors import UnsupportedVersion
+
+Wrapper = Callable[[Any], Any]
+
+_SUPPORTED = (0, 32), (0, 33)
+
+_WRAPPERS: dict[str, dict[str, Wrapper]] = {
+    "mlx_lm.utils": {"load_model": origin.remembering},
+    "mlx_lm.generate": {
+        "speculative_generate_step": stock_api.speculative_generate_step,
+        "stream_generate": stock_api.stream_generate,
+        "generate": stock_api.generate,
+        "setup_arg_parser": stock_cli.setup_arg_parser,
+        "main": stock_cli.main,
+    },
+}
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """One name of one module: what stock has there, and what we put there."""
+
+    owner: ModuleType
+    name: str
+    stock: Any
+    ours: Any
+
+    def undo(self) -> None:
+        if getattr(self.owner, self.name, None) is self.ours:
+            setattr(self.owner, self.name, self.stock)
+
+
+_applied: list[_Patch] = []
+
+
+def install() -> None:
+    """Turn the plugin on in this process; a second call changes nothing.
+
+    Raises:
+        UnsupportedVersion: If mlx-lm is loaded and not of the supported range.
+    """
+    for name in _WRAPPERS:
+        if name in sys.modules:
+            patch(sys.modules[name])
+    boot.enable()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: every patched name is the stock object again."""
+    boot.disable()
+    while _applied:
+        _applied.pop().undo()
+    capture = sys.modules.get(f"{__package__}.state.capture")
+    if capture is not None:
+        capture.uninstall()
+
+
+def patch(module: ModuleType) -> None:
+    """Wrap the functions of one stock module that has just been executed.
+
+    Raises:
+        UnsupportedVersion: If mlx-lm is not of the supported range.
+        AttributeError: If stock lacks a function that we know; nothing is changed.
+    """
+    _check_version()
+    wrappers = _WRAPPERS.get(module.__name__, {})
+    stock = {name: getattr(module, name) for name in wrappers}
+    ours = {id(patch.ours) for patch in _applied}
+    for name, wrapper in wrappers.items():
+        if id(stock[name]) not in ours:
+            _replace(stock[name], wrapper(stock[name]))
+
+
+def _replace(stock: Any, ours: Any) -> None:
+    for owner, name in list(_holders(stock)):
+        setattr(owner, name, ours)
+        _applied.append(_Patch(owner, name, stock, ours))
+
+
+def _holders(stock: Any) -> Iterator[tuple[ModuleType, str]]:
+    """Every name in mlx-lm's modules that is bound to this object."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "mlx_lm" and module is not None:
+            for name, value in list(vars(module).items()):
+                if value is stock:
+                    yield module, name
+
+
+def _check_version() -> None:
+    from mlx_lm import _version
+
+    version = _version.__version__
+    release = tuple(int(n) for n in version.split(".")[:2])
+    oldest, beyond = _SUPPORTED
+    if not oldest <= release < beyond:
+        raise UnsupportedVersion(
+            f"mlx-lm {version} is installed, mlx-lm-mtp needs >=0.32,<0.33; "
+            "pip install 'mlx-lm>=0.32,<0.33', or a newer mlx-lm-mtp."
+        )

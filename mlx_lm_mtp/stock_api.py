@@ -1,0 +1,213 @@
+"""The entry points of mlx-lm with `draft=` added, as wrappers around stock's own.
+
+Stock's `stream_generate` keeps its body: the tokenizer, the text, the statistics, the
+stop. It is handed a :class:`DraftRequest` in the place of a draft model, and so reads
+its tokens from `speculative_generate_step`, which sees the request and runs our loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import InvalidOption
+from .options import DraftOptions
+from .stats import DraftStats
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from .drafters.base import Drafter
+
+_METHODS = ("begin", "prefill", "draft", "observe")
+# Arguments of `generate_step` that stock drops on its way to a draft model.
+_DROPPED = ("max_kv_size", "prompt_progress_callback")
+
+
+@dataclass
+class DraftRequest:
+    """One generation with drafts, in the place of stock's draft model.
+
+    Args:
+        drafter: What proposes tokens; None is plain decoding.
+        options: How to draft and verify.
+        stats: Filled while generating.
+        kept: Arguments that stock would drop.
+    """
+
+    drafter: Drafter | None
+    options: DraftOptions
+    stats: DraftStats
+    kept: dict[str, Any] = field(default_factory=dict)
+    _steps: Generator[Any, None, None] | None = None
+
+    def steps(self, prompt: Any, model: Any, stream: Any, **kwargs: Any) -> Any:
+        """The token generator that stock's `stream_generate` reads."""
+        kwargs |= self.kept
+        if self.drafter is None:
+            self._steps = _plain(prompt, model, stream, **kwargs)
+        else:
+            from .generate import draft_generate_step
+
+            self._steps = draft_generate_step(
+                prompt,
+                model,
+                self.drafter,
+                stream,
+                options=self.options,
+                stats=self.stats,
+                **kwargs,
+            )
+        return self._steps
+
+    def close(self) -> None:
+        """Stop now: caches and random state are then those of plain decoding."""
+        if self._steps is not None:
+            self._steps.close()
+
+
+def _plain(prompt: Any, model: Any, stream: Any, **kwargs: Any) -> Any:
+    from mlx_lm.generate import generate_step
+
+    for token, logprobs in generate_step(prompt, model, stream, **kwargs):
+        yield token, logprobs, False
+
+
+# --- the wrappers -----------------------------------------------------------------
+
+
+def speculative_generate_step(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap stock's function of that name: a request runs our loop."""
+
+    @functools.wraps(stock)
+    def wrapper(
+        prompt: Any, model: Any, draft_model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if isinstance(draft_model, DraftRequest):
+            return draft_model.steps(prompt, model, *args, **kwargs)
+        return stock(prompt, model, draft_model, *args, **kwargs)
+
+    return wrapper
+
+
+def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap stock's function of that name: it takes `draft` and what goes with it."""
+
+    @functools.wraps(stock)
+    def wrapper(
+        model: nn.Module,
+        tokenizer: Any,
+        prompt: Any,
+        *args: Any,
+        draft: str | Drafter | None = None,
+        draft_options: DraftOptions | Mapping[str, Any] | None = None,
+        draft_stats: DraftStats | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if draft is None:
+            return stock(model, tokenizer, prompt, *args, **kwargs)
+        bound = inspect.signature(stock).bind(model, tokenizer, prompt, *args, **kwargs)
+        arguments = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        options = DraftOptions.of(
+            draft_options, arguments.pop("num_draft_tokens", None)
+        )
+        _check_arguments(arguments)
+        drafter = _resolve(draft, model, tokenizer, options)
+        stats = _named(draft_stats or DraftStats(), draft, options)
+        request = DraftRequest(drafter, options, stats)
+        request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
+        return _responses(stock(**arguments | {"draft_model": request}), request)
+
+    return wrapper
+
+
+def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap stock's function of that name: it says what drafting did when verbose."""
+
+    @functools.wraps(stock)
+    def wrapper(
+        model: nn.Module,
+        tokenizer: Any,
+        prompt: Any,
+        verbose: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        from .stock_cli import requested
+
+        kwargs = requested() | kwargs
+        if kwargs.get("draft") is None:
+            return stock(model, tokenizer, prompt, verbose, **kwargs)
+        stats = kwargs["draft_stats"] = kwargs.get("draft_stats") or DraftStats()
+        text = stock(model, tokenizer, prompt, verbose, **kwargs)
+        if verbose:
+            print(stats.summary())
+        return text
+
+    return wrapper
+
+
+def _responses(stock_responses: Any, request: DraftRequest) -> Any:
+    """Stock's responses; the last is not given away before the caches are right."""
+    try:
+        for response in stock_responses:
+            response.draft_stats = request.stats
+            if response.finish_reason is not None:
+                request.close()
+            yield response
+    finally:
+        stock_responses.close()
+        request.close()
+
+
+# --- arguments --------------------------------------------------------------------
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    if arguments.get("draft_model") is not None:
+        raise InvalidOption(
+            "draft and draft_model are both given; choose one way of drafting."
+        )
+    if arguments.pop("input_embeddings", None) is not None:
+        raise InvalidOption(
+            "input_embeddings cannot be drafted for; leave out draft, or give the "
+            "prompt as tokens."
+        )
+
+
+def _resolve(
+    draft: str | Drafter, model: nn.Module, tokenizer: Any, options: DraftOptions
+) -> Drafter | None:
+    """The drafter of that name, or the object itself; None when nothing is drafted."""
+    if not isinstance(draft, str):
+        return _checked(draft) if options.num_draft_tokens else None
+    from .plugins import drafters
+
+    registration = drafters()[draft]
+    if not options.num_draft_tokens:
+        return None
+    from .drafters.base import DraftContext
+    from .origin import path_of
+
+    context = DraftContext(model, tokenizer, options, path_of(model))
+    return _checked(registration.factory(context))
+
+
+def _checked(drafter: Any) -> Drafter:
+    missing = [m for m in _METHODS if not callable(getattr(drafter, m, None))]
+    missing += [a for a in ("name", "needs_hidden") if not hasattr(drafter, a)]
+    if missing:
+        raise InvalidOption(
+            f"draft is {type(drafter).__name__}, which is neither the name of a "
+            f"drafter nor a drafter: it lacks {', '.join(missing)}."
+        )
+    return drafter
+
+
+def _named(stats: DraftStats, draft: Any, options: DraftOptions) -> DraftStats:
+    stats.drafter = draft if isinstance(draft, str) else str(draft.name)
+    stats.num_draft_tokens = options.num_draft_tokens
+    stats.verify = options.verify
+    return stats

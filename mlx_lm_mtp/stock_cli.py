@@ -1,0 +1,124 @@
+"""Stock's command line with `--mtp` and its companions.
+
+Stock's `main()` builds its parser, loads the model and calls `generate`, all by names of
+its module. The parser gets our arguments; what they ask for is kept for the duration of
+`main()`, where :func:`requested` gives it to the wrapped `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from .errors import DraftError, InvalidOption
+from .options import DraftOptions
+
+# The keyword arguments that the command line asks for, while a `main()` runs.
+_request: ContextVar[dict[str, Any] | None] = ContextVar("request", default=None)
+
+
+def requested() -> dict[str, Any]:
+    """`draft` and `draft_options` as the running command line asks for them."""
+    return dict(_request.get() or {})
+
+
+def setup_arg_parser(stock: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap stock's function of that name: its parser knows our arguments."""
+
+    @functools.wraps(stock)
+    def wrapper() -> argparse.ArgumentParser:
+        parser = stock()
+        # Should stock come to have the option itself, we stand back.
+        if "--mtp" not in parser.format_usage():
+            _add_arguments(parser)
+        return parser
+
+    return wrapper
+
+
+def main(stock: Callable[[], None]) -> Callable[[], None]:
+    """Wrap stock's `main`: an error of ours is one sentence and exit code 1."""
+
+    @functools.wraps(stock)
+    def wrapper() -> None:
+        token = _request.set({})
+        try:
+            stock()
+        except DraftError as error:
+            sys.exit(f"mlx_lm.generate: error: {error}")
+        except RuntimeError as error:
+            if not requested() or "safetensors" not in str(error):
+                raise
+            sys.exit(f"mlx_lm.generate: error: a weight file is damaged: {error}")
+        finally:
+            _request.reset(token)
+
+    return wrapper
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafting (mlx-lm-mtp)")
+    which = group.add_mutually_exclusive_group()
+    which.add_argument(
+        "--mtp",
+        dest="draft",
+        action="store_const",
+        const="mtp",
+        help="Draft with the checkpoint's own MTP head: same tokens, fewer forwards. "
+        "--num-draft-tokens sets how many (0: none).",
+    )
+    which.add_argument(
+        "--draft",
+        metavar="NAME",
+        help="Draft with another drafter (`mlx_lm_mtp plugins` lists them).",
+    )
+    group.add_argument(
+        "--draft-option",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help=f"An option of drafting, may be repeated. {DraftOptions.describe()}.",
+    )
+    parser.parse_args = _noting(parser, parser.parse_args)  # type: ignore[method-assign]
+
+
+def _noting(
+    parser: argparse.ArgumentParser, parse_args: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Note what was asked for; what cannot work is told before a model is loaded."""
+
+    @functools.wraps(parse_args)
+    def wrapper(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        namespace = parse_args(*args, **kwargs)
+        try:
+            request = _checked(namespace)
+        except DraftError as error:
+            parser.error(str(error))
+        if _request.get() is not None:
+            _request.set(request)
+        return namespace
+
+    return wrapper
+
+
+def _checked(args: argparse.Namespace) -> dict[str, Any]:
+    if args.draft is None:
+        if args.draft_option:
+            raise InvalidOption("--draft-option is of no use without --mtp or --draft.")
+        return {}
+    if args.draft_model is not None:
+        raise InvalidOption(
+            f"--draft-model {args.draft_model} cannot go with "
+            f"{'--mtp' if args.draft == 'mtp' else '--draft ' + args.draft}; "
+            "choose one way of drafting."
+        )
+    from .plugins import drafters
+
+    drafters()[args.draft]
+    options = DraftOptions.parse(args.draft_option)
+    DraftOptions.of(options, args.num_draft_tokens)
+    return {"draft": args.draft, "draft_options": options}

@@ -1,0 +1,118 @@
+"""The target: one stock forward gives logits and, for drafters that ask, hidden states.
+
+Stock's own `model(tokens, cache=...)` runs, whatever it does to its logits; the hidden
+states are noted down as they pass through the final norm.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .errors import DrafterError
+from .state.rowwise import latent_attentions, rowwise
+
+_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "out_norm")
+
+
+@dataclass
+class Forward:
+    """What one forward over `(1, S)` tokens gave.
+
+    Args:
+        logits: `(1, S, V)`, lazy: unused ones are never computed.
+        hidden: `(1, S, H)`, or None when nobody asked.
+    """
+
+    logits: mx.array
+    hidden: mx.array | None
+
+
+class Target:
+    """The model whose output counts.
+
+    Args:
+        model: A model of mlx-lm.
+        hidden: ``post_norm``, ``pre_norm``, or None for no hidden states.
+
+    Raises:
+        DrafterError: If hidden states are wanted and no final norm is found.
+    """
+
+    def __init__(self, model: nn.Module, hidden: str | None = None) -> None:
+        self.model = model
+        self._hidden = hidden
+        self._norm = None if hidden is None else _final_norm(model)
+        self._latent = latent_attentions(model)
+
+    def __call__(
+        self, tokens: mx.array, caches: Sequence[Any], *, verify: bool = False
+    ) -> Forward:
+        """Feed `(1, S)` tokens; with `verify`, in the arithmetic of decoding."""
+        with ExitStack() as stack:
+            if verify and self._latent and tokens.shape[1] > 1:
+                stack.enter_context(rowwise(self._latent))
+            tap = stack.enter_context(_tapped(self._norm))
+            logits = self.model(tokens, cache=caches)
+        return Forward(logits, getattr(tap, self._hidden) if self._hidden else None)
+
+
+@dataclass
+class _Tap:
+    pre_norm: mx.array | None = None
+    post_norm: mx.array | None = None
+
+
+@contextmanager
+def _tapped(norm: nn.Module | None) -> Iterator[_Tap]:
+    """Note down what goes through a norm while the context lasts."""
+    tap = _Tap()
+    if norm is None:
+        yield tap
+        return
+    stock = type(norm)
+    norm.__class__ = _tapping(stock)
+    object.__setattr__(norm, "_tap", tap)
+    try:
+        yield tap
+    finally:
+        norm.__class__ = stock
+        object.__delattr__(norm, "_tap")
+
+
+@functools.cache
+def _tapping(cls: type[nn.Module]) -> type[nn.Module]:
+    class Tapping(cls):  # type: ignore[misc,valid-type]
+        def __call__(self, x: mx.array) -> mx.array:
+            y = cls.__call__(self, x)
+            self._tap.pre_norm, self._tap.post_norm = x, y
+            return y
+
+    return Tapping
+
+
+def text_model(model: nn.Module) -> Any:
+    """The module that owns the embedding, the layers and the final norm.
+
+    Multimodal wrappers keep it behind `language_model`.
+    """
+    outer = getattr(model, "language_model", model)
+    return getattr(outer, "model", outer)
+
+
+def _final_norm(model: nn.Module) -> nn.Module:
+    inner = text_model(model)
+    for name in _NORMS:
+        if isinstance(norm := getattr(inner, name, None), nn.Module):
+            return norm
+    raise DrafterError(
+        f"no final norm was found in {type(inner).__module__}, so its hidden states "
+        "cannot be given to this drafter; use one that needs none."
+    )

@@ -1,0 +1,90 @@
+"""Feed the pending token and its drafts, so that any prefix of them can be kept.
+
+``batch`` feeds all in one forward; ``step`` feeds one by one with a snapshot before
+each, the conservative form that needs nothing but one-token forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from .state.capture import Recording
+from .state.commit import (
+    Captured,
+    Replayable,
+    Stepped,
+    Verified,
+    can_commit,
+    light_snapshot,
+)
+from .stats import DraftStats
+from .target import Forward, Target
+
+
+class Verifier:
+    """Verifies on one target and one list of caches.
+
+    Args:
+        target: The model.
+        caches: Its prompt caches, written in place.
+        mode: ``batch`` or ``step``.
+        stats: Replays are counted here.
+    """
+
+    def __init__(
+        self, target: Target, caches: list[Any], mode: str, stats: DraftStats
+    ) -> None:
+        self.target = target
+        self.caches = caches
+        self._mode = mode
+        self._stats = stats
+        self._committable = False
+
+    def first(self, tokens: mx.array) -> Forward:
+        """Feed the last prompt token `(1, 1)`, and learn whether commits will work."""
+        with Recording() as recording:
+            forward = self.target(tokens, self.caches)
+        self._committable = can_commit(self.caches, recording)
+        return forward
+
+    def __call__(self, tokens: mx.array) -> tuple[Forward, Verified]:
+        """Feed `(1, S)` tokens; the caches then hold all S of them."""
+        if tokens.shape[1] > 1 and self._mode == "step":
+            return self._step(tokens)
+        if self._committable:
+            return self._capture(tokens)
+        if tokens.shape[1] == 1:
+            return self.target(tokens, self.caches), Verified(self.caches, 1)
+        return self._snapshot(tokens)
+
+    def _capture(self, tokens: mx.array) -> tuple[Forward, Verified]:
+        with Recording() as recording:
+            forward = self.target(tokens, self.caches, verify=True)
+        return forward, Captured(self.caches, tokens.shape[1], recording)
+
+    def _snapshot(self, tokens: mx.array) -> tuple[Forward, Verified]:
+        before = light_snapshot(self.caches)
+        forward = self.target(tokens, self.caches, verify=True)
+
+        def replay(n: int) -> None:
+            self._stats.replays += 1
+            self._stats.replayed_tokens += n
+            self.target(tokens[:, :n], self.caches, verify=True)
+
+        return forward, Replayable(self.caches, tokens.shape[1], before, replay)
+
+    def _step(self, tokens: mx.array) -> tuple[Forward, Verified]:
+        snapshots, forwards = [], []
+        for token in mx.split(tokens, tokens.shape[1], axis=1):
+            snapshots.append(light_snapshot(self.caches))
+            forwards.append(self.target(token, self.caches))
+        return _joined(forwards), Stepped(self.caches, snapshots)
+
+
+def _joined(forwards: Sequence[Forward]) -> Forward:
+    logits = mx.concatenate([f.logits for f in forwards], axis=1)
+    hidden = [f.hidden for f in forwards if f.hidden is not None]
+    return Forward(logits, mx.concatenate(hidden, axis=1) if hidden else None)
