@@ -230,7 +230,11 @@ class _Loop:
         if budget > 0:
             width = min(width, budget)
         start, _, bits = self.quantize
-        limit, reason = width_limit(self.caches, start if bits is not None else None)
+        limit, reason = width_limit(
+            self.caches,
+            quantized_kv_start=None if bits is None else start,
+            one_forward=self.options.verify == "batch",
+        )
         if limit == 1 < width:
             self.stats.undrafted[reason] += 1
         return width if limit is None else min(width, limit)

@@ -20,8 +20,6 @@ from .errors import UnsupportedVersion
 
 Wrapper = Callable[[Any], Any]
 
-_SUPPORTED = (0, 32), (0, 33)
-
 _WRAPPERS: dict[str, dict[str, Wrapper]] = {
     "mlx_lm.utils": {"load_model": origin.remembering},
     "mlx_lm.generate": {
@@ -57,9 +55,10 @@ def install() -> None:
     Raises:
         UnsupportedVersion: If mlx-lm is loaded and not of the supported range.
     """
-    for name in _WRAPPERS:
-        if name in sys.modules:
-            patch(sys.modules[name])
+    for name in boot.TARGETS:
+        module = sys.modules.get(name)
+        if module is not None:  # None there blocks an import
+            patch(module)
     boot.enable()
 
 
@@ -108,9 +107,7 @@ def _check_version() -> None:
     from mlx_lm import _version
 
     version = _version.__version__
-    release = tuple(int(n) for n in version.split(".")[:2])
-    oldest, beyond = _SUPPORTED
-    if not oldest <= release < beyond:
+    if version.split(".")[:2] != ["0", "32"]:
         raise UnsupportedVersion(
             f"mlx-lm {version} is installed, mlx-lm-mtp needs >=0.32,<0.33; "
             "pip install 'mlx-lm>=0.32,<0.33', or a newer mlx-lm-mtp."

@@ -13,11 +13,11 @@ import mlx.core as mx
 
 from .state.capture import Recording
 from .state.commit import (
-    Captured,
     Replayable,
     Stepped,
     Verified,
     can_commit,
+    captured,
     light_snapshot,
 )
 from .stats import DraftStats
@@ -63,7 +63,7 @@ class Verifier:
     def _capture(self, tokens: mx.array) -> tuple[Forward, Verified]:
         with Recording() as recording:
             forward = self.target(tokens, self.caches, verify=True)
-        return forward, Captured(self.caches, tokens.shape[1], recording)
+        return forward, captured(self.caches, tokens.shape[1], recording)
 
     def _snapshot(self, tokens: mx.array) -> tuple[Forward, Verified]:
         before = light_snapshot(self.caches)

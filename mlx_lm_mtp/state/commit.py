@@ -20,6 +20,9 @@ from ..errors import CommitError
 from . import capture
 from .snapshot import Snapshot, restore, snapshot
 
+# Per cache what was recorded of its layer; None for a cache that is trimmed.
+Records = list[capture.LayerRecord | None]
+
 _recordings: weakref.WeakKeyDictionary[Any, capture.Recording] = (
     weakref.WeakKeyDictionary()
 )
@@ -116,20 +119,32 @@ class Verified:
 class Captured(Verified):
     """Every cache is trimmable or was recorded: no snapshot, no second forward."""
 
-    def __init__(
-        self, caches: Sequence[Any], width: int, recording: capture.Recording
-    ) -> None:
+    def __init__(self, caches: Sequence[Any], width: int, records: Records) -> None:
         super().__init__(caches, width)
-        records = _records(caches, recording, width)
-        if records is None:
-            raise CommitError(
-                "a cache could be committed when generation began, and no longer can: "
-                f"{_names(caches)}. Please report it; verify=step avoids it."
-            )
-        self._records_of = records
+        self._records = records
 
     def _keep(self, n: int) -> None:
-        _keep(self.caches, self._records_of, self.kept, n)
+        _keep(self.caches, self._records, self.kept, n)
+
+
+def captured(
+    caches: Sequence[Any], width: int, recording: capture.Recording
+) -> Verified:
+    """What a recorded forward over `width` inputs left, ready to be committed.
+
+    Raises:
+        CommitError: If several inputs were fed and a cache can neither be trimmed nor
+            committed, although it could when generation began.
+    """
+    records = _records(caches, recording, width)
+    if records is not None:
+        return Captured(caches, width, records)
+    if width == 1:  # a rotating cache has wrapped since
+        return Verified(caches, width)
+    raise CommitError(
+        "a cache could be committed when generation began, and no longer can: "
+        f"{_names(caches)}. Please report it; the draft option verify=step avoids it."
+    )
 
 
 class Stepped(Verified):
@@ -207,16 +222,18 @@ QUANTIZES = "the KV cache is about to be quantised"
 
 
 def width_limit(
-    caches: Sequence[Any], quantized_kv_start: int | None
+    caches: Sequence[Any], *, quantized_kv_start: int | None, one_forward: bool
 ) -> tuple[int | None, str]:
-    """How many inputs one forward may feed, and why not more; None is no limit.
+    """How many inputs a verify may feed, and why not more; None is no limit.
 
     A rotating cache that has wrapped holds its keys in another order than a forward
     of several tokens would read them in, so its sums, and then its tokens, could
-    differ from stock's; and it cannot be trimmed. A KV cache is quantised by stock
-    after the token that takes it to `quantized_kv_start`, so no round runs past it.
+    differ from stock's; and it cannot be trimmed. Fed one by one, tokens are no
+    trouble. A KV cache is quantised by stock after the token that takes it to
+    `quantized_kv_start`, so no round runs past it.
     """
-    limits = [(r.max_size - r.offset - 1, FULL_RING) for r in _rings(caches)]
+    rings = _rings(caches) if one_forward else []
+    limits = [(ring.max_size - ring.offset - 1, FULL_RING) for ring in rings]
     if quantized_kv_start is not None:
         limits += [
             (quantized_kv_start - c.offset, QUANTIZES)
@@ -233,8 +250,6 @@ def _rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
 
 
 # --- shared -----------------------------------------------------------------------
-
-Records = list[capture.LayerRecord | None]
 
 
 def _records(
