@@ -215,9 +215,10 @@ class _Loop:
         """`(1, k')` drafts, k' <= k."""
         if k == 0:
             return _no_drafts()
-        pending = self.pending.array[None]
-        proposal = self.drafter.draft(pending, k)
-        return checked_tokens(proposal, self.drafter, k)
+        proposal = self.drafter.draft(self.pending.array[None], k)
+        drafts = checked_tokens(proposal, self.drafter, k)
+        mx.async_eval(drafts)  # the device drafts while the verify graph is built
+        return drafts
 
     def _inputs(self, drafts: mx.array) -> mx.array:
         """`(1, 1 + k')`: the pending token and the drafts."""

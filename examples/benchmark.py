@@ -1,0 +1,168 @@
+"""Stock and drafted decoding side by side, in one process, on one checkpoint.
+
+    python examples/benchmark.py [--model PATH] [--tokens 200] [--repeat 5] [--json FILE]
+
+Every prompt is decoded by stock and with each k in turn, `repeat` times over, so that a
+slow moment of the machine falls on all of them. Reported are medians; a ratio below
+1.00 is a loss and is shown like any other. Tokens are compared: a difference is an
+error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+
+from mlx_lm_mtp import DraftStats, install
+
+install()
+
+MODEL = Path(__file__).parent / "models" / "qwen3_5-tiny-mtp"
+
+PROMPTS = {
+    "code": [
+        "def __init__(self, name):\n",
+        "import os\nimport sys\n\ndef main(",
+        "class TestCase(unittest.TestCase):\n",
+        "def parse_args(argv=None):\n    parser = argparse.",
+        "    try:\n        f = open(path)\n    except",
+    ],
+    "other": [
+        "The assert statement",
+        "Return a copy of the string with",
+        "This module provides",
+        "Augmented assignment is the combination of",
+        "Note that the",
+    ],
+}
+
+
+@dataclass
+class Row:
+    """One prompt at one k: medians over the repetitions."""
+
+    kind: str
+    prompt: str
+    k: int
+    tokens: int
+    tokens_a_round: float
+    stock_tps: float
+    tps: float
+
+    @property
+    def ratio(self) -> float:
+        """Speed-up over stock, measured in the same run."""
+        return self.tps / self.stock_tps
+
+
+def decode(
+    model: Any, tokenizer: Any, prompt: str, max_tokens: int, **draft: Any
+) -> tuple[list[int], float]:
+    """Tokens, and tokens per second over the whole call."""
+    start = time.perf_counter()
+    tokens = [
+        response.token
+        for response in mlx_lm.stream_generate(
+            model, tokenizer, prompt, max_tokens=max_tokens, **draft
+        )
+    ]
+    return tokens, len(tokens) / (time.perf_counter() - start)
+
+
+def measure(
+    model: Any, tokenizer: Any, kind: str, prompt: str, args: argparse.Namespace
+) -> list[Row]:
+    """Stock and each k in turn, again and again."""
+    stock_tps: list[float] = []
+    tps: dict[int, list[float]] = {k: [] for k in args.k}
+    stats: dict[int, DraftStats] = {}
+    for _ in range(args.repeat):
+        truth, speed = decode(model, tokenizer, prompt, args.tokens)
+        stock_tps.append(speed)
+        for k in args.k:
+            stats[k] = DraftStats()
+            draft = {"draft": "mtp", "num_draft_tokens": k, "draft_stats": stats[k]}
+            tokens, speed = decode(model, tokenizer, prompt, args.tokens, **draft)
+            assert tokens == truth, f"{prompt!r}, k={k}: tokens differ from stock's"
+            tps[k].append(speed)
+    return [
+        Row(
+            kind,
+            prompt,
+            k,
+            len(truth),
+            stats[k].mean_acceptance_length,
+            statistics.median(stock_tps),
+            statistics.median(tps[k]),
+        )
+        for k in args.k
+    ]
+
+
+def geometric_mean(values: list[float]) -> float:
+    """The mean that ratios want."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def report(rows: list[Row], args: argparse.Namespace) -> None:
+    """The rows, then what they come to for each k, as Markdown."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm")
+    )
+    print(f"\n{platform.machine()}, {mx.default_device()}, {versions}; ", end="")
+    print(f"{args.tokens} tokens, greedy, median of {args.repeat}\n")
+    print("| prompt | k | tokens a round | stock tok/s | drafted tok/s | ratio |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.kind}: `{row.prompt.strip()[:28]!r}` | {row.k} | "
+            f"{row.tokens_a_round:.2f} | {row.stock_tps:.1f} | {row.tps:.1f} | "
+            f"{row.ratio:.2f} |"
+        )
+    print("\n| prompts | k | tokens a round (mean) | ratio (geometric mean) |")
+    print("|---|---|---|---|")
+    for kind in (*PROMPTS, "all"):
+        for k in args.k:
+            these = [r for r in rows if r.k == k and kind in (r.kind, "all")]
+            length = statistics.fmean(r.tokens_a_round for r in these)
+            ratio = geometric_mean([r.ratio for r in these])
+            print(f"| {kind} | {k} | {length:.2f} | {ratio:.2f} |")
+
+
+def main() -> None:
+    """Measure every prompt and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
+    args = parser.parse_args()
+    model, tokenizer = mlx_lm.load(args.model)
+    tokenizer.eos_token_ids = set()  # always the full length, for stock as well
+    decode(model, tokenizer, "warm up", 8)
+    decode(model, tokenizer, "warm up", 8, draft="mtp")
+    rows = [
+        row
+        for kind, prompts in PROMPTS.items()
+        for prompt in prompts
+        for row in measure(model, tokenizer, kind, prompt, args)
+    ]
+    report(rows, args)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()
