@@ -10,7 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 from mlx_lm.models import (
+    falcon_h1,
     kimi_linear,
+    lfm2,
     mamba2,
     olmo_hybrid,
     qwen3,
@@ -150,6 +152,42 @@ def _mamba2(tied: bool, experts: bool) -> nn.Module:
     return mamba2.Model(mamba2.ModelArgs.from_dict(args))
 
 
+def _falcon_h1(tied: bool, experts: bool) -> nn.Module:
+    args = {
+        "model_type": "falcon_h1",
+        "tie_word_embeddings": tied,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 32,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 2,
+        **_SIZES,
+        "num_hidden_layers": 2,
+    }
+    return falcon_h1.Model(falcon_h1.ModelArgs.from_dict(args))
+
+
+def _lfm2(tied: bool, experts: bool) -> nn.Module:
+    args = {
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "rope_theta": 10000.0,
+        "full_attn_idxs": [1, 3],
+        "tie_word_embeddings": tied,
+        **_SIZES,
+    }
+    return lfm2.Model(lfm2.ModelArgs.from_dict(args))
+
+
 _FAMILIES: dict[str, Callable[[bool, bool], nn.Module]] = {
     "qwen3_5": _qwen3_5,
     "qwen3_next": _qwen3_next,
@@ -157,6 +195,8 @@ _FAMILIES: dict[str, Callable[[bool, bool], nn.Module]] = {
     "olmo_hybrid": _olmo_hybrid,
     "qwen3": _qwen3,
     "mamba2": _mamba2,
+    "falcon_h1": _falcon_h1,
+    "lfm2": _lfm2,
 }
 HYBRIDS = ("qwen3_5", "qwen3_next", "kimi_linear", "olmo_hybrid")
 WITH_EXPERTS = ("qwen3_5", "qwen3_next", "kimi_linear")

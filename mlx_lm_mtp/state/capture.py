@@ -1,18 +1,24 @@
 """Record, while stock code runs, what a recurrent cache held after every token.
 
-A gated-delta layer keeps a convolution window and a recurrent state in an
-`ArraysCache`. Neither can be trimmed, but both can be had for any prefix of a forward:
+A gated-delta or state-space layer keeps a convolution window and a recurrent state in
+an `ArraysCache`. Neither can be trimmed, but both can be had for any prefix of a
+forward:
 
 - the window after token i is a slice of the convolution's input, which is the old
   window followed by the new tokens;
 - the state after token i passes through stock's per-token step on its way; where a
   fused kernel hides it, stock's own kernel on the first i tokens gives it again.
 
-So three names of `mlx_lm.models.gated_delta` and the call of `nn.Conv1d` are wrapped.
-The wrappers call stock and return what it returns; they note down arrays only in a
-thread that records, and only between `Recording.__enter__` and `__exit__`. A layer is
-matched to its cache by the identity of the state array that it stores, so no model
-code is copied and any model built on `gated_delta_update` is covered.
+So a few names of `mlx_lm.models.gated_delta` and `mlx_lm.models.ssm` and the call of
+`nn.Conv1d` are wrapped. The wrappers call stock and return what it returns; they note
+down arrays only in a thread that records, and only between `Recording.__enter__` and
+`__exit__`. A layer is matched to its cache by the identity of the state array that it
+stores, so no model code is copied, and every model that is built on those functions is
+covered.
+
+A state-space layer has one formula for a token and another for several. While a
+recording lasts it computes token by token, which is both the arithmetic of decoding and
+a state after each token.
 """
 
 from __future__ import annotations
@@ -26,11 +32,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import ArraysCache
 
-_RECURRENCES = ("gated_delta_ops", "gated_delta_kernel")
-_STEP = "_gated_delta_step_ops"
+Arrays = tuple[mx.array, mx.array]
 
 
 class _PerThread(threading.local):
@@ -42,47 +47,40 @@ _thread = _PerThread()
 
 @dataclass
 class LayerRecord:
-    """One gated-delta layer in one forward.
+    """One recurrent layer in one forward.
 
     Args:
-        recurrence: Stock's function that ran.
-        inputs: Its inputs q, k, v, g, beta `(B, T, ...)`, the state before
-            `(B, Hv, Dv, Dk)` and the mask `(B, T)` or None.
+        width: T, the number of tokens in the forward.
+        before: The state before, `(B, ...)`; None in an empty cache.
+        replay: Computes the state after n tokens anew.
         conv_inputs: A convolution's input each, `(B, window + T, C)`.
         states: The state after each token, where stock computes it token by token.
         final: The state that stock returned, and the layer stored in its cache.
     """
 
-    recurrence: Callable[..., tuple[mx.array, mx.array]]
-    inputs: tuple[Any, ...]
+    width: int
+    before: mx.array | None
+    replay: Callable[[int], mx.array]
     conv_inputs: list[mx.array]
     states: list[mx.array] = field(default_factory=list)
     final: mx.array | None = None
-
-    @property
-    def width(self) -> int:
-        """T, the number of tokens in the forward."""
-        return self.inputs[0].shape[1]
 
     def window(self, conv: int, n: int) -> mx.array:
         """The window of one convolution after n tokens, `(B, window, C)`."""
         rows = self.conv_inputs[conv]
         return mx.contiguous(rows[:, n : n + rows.shape[1] - self.width])
 
-    def state(self, n: int) -> mx.array:
-        """The recurrent state after n tokens, `(B, Hv, Dv, Dk)`."""
-        *per_token, before, mask = self.inputs
+    def state(self, n: int) -> mx.array | None:
+        """The recurrent state after n tokens, `(B, ...)`."""
         if n == 0:
-            return before
+            return self.before
         if len(self.states) == self.width:
             return self.states[n - 1]
-        mask = None if mask is None else mask[:, :n]
-        prefix = (mx.contiguous(x[:, :n]) for x in per_token)
-        return self.recurrence(*prefix, before, mask)[1]
+        return self.replay(n)
 
 
 class Recording:
-    """Notes down every gated-delta layer that runs in this thread inside ``with``."""
+    """Notes down every recurrent layer that runs in this thread inside ``with``."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerRecord] = {}  # by the identity of `final`
@@ -103,6 +101,11 @@ class Recording:
         if _thread.recording is self:
             _thread.recording = None
 
+    @property
+    def inside_layer(self) -> bool:
+        """Whether a layer's recurrence is running."""
+        return self._open is not None
+
     def layer_of(self, cache: Any) -> LayerRecord | None:
         """The record of the layer that filled this cache; None if there is none."""
         if not isinstance(cache, ArraysCache) or cache.lengths is not None:
@@ -118,18 +121,22 @@ class Recording:
         self._conv_inputs.append(conv_input)
 
     def step(self, state: mx.array) -> None:
-        """Stock computed the state after one more token."""
+        """Stock computed the state after one more token of the open layer."""
         if self._open is not None:
             self._open.states.append(state)
 
-    def run(
-        self, recurrence: Callable[..., Any], inputs: tuple[Any, ...]
-    ) -> tuple[mx.array, mx.array]:
-        """Run stock's recurrence and keep what it was given and returned."""
-        layer = LayerRecord(recurrence, inputs, self._conv_inputs)
+    def layer(
+        self,
+        run: Callable[[], Arrays],
+        width: int,
+        before: mx.array | None,
+        replay: Callable[[int], mx.array],
+    ) -> Arrays:
+        """Run a layer's recurrence, and keep what leads to each of its states."""
+        layer = LayerRecord(width, before, replay, self._conv_inputs)
         self._conv_inputs, self._open = [], layer
         try:
-            y, layer.final = recurrence(*inputs)
+            y, layer.final = run()
         finally:
             self._open = None
         self.layers[id(layer.final)] = layer
@@ -155,7 +162,7 @@ def put(cache: ArraysCache, layer: LayerRecord, n: int) -> None:
 # --- the wrappers, and the names that they stand in for ---------------------------
 
 
-def _recurrence(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _gated_delta(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
     @functools.wraps(stock)
     def recurrence(
         q: mx.array,
@@ -165,18 +172,25 @@ def _recurrence(stock: Callable[..., Any]) -> Callable[..., Any]:
         beta: mx.array,
         state: mx.array | None = None,
         mask: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array]:
+    ) -> Arrays:
+        inputs = (q, k, v, g, beta)
         recording = _thread.recording
         if recording is None or state is None:
-            return stock(q, k, v, g, beta, state, mask)
-        return recording.run(stock, (q, k, v, g, beta, state, mask))
+            return stock(*inputs, state, mask)
+
+        def replay(n: int) -> mx.array:
+            prefix = (mx.contiguous(x[:, :n]) for x in inputs)
+            return stock(*prefix, state, None if mask is None else mask[:, :n])[1]
+
+        run = functools.partial(stock, *inputs, state, mask)
+        return recording.layer(run, q.shape[1], state, replay)
 
     return recurrence
 
 
-def _step(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _gated_delta_step(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
     @functools.wraps(stock)
-    def step(*inputs: Any) -> Any:
+    def step(*inputs: Any) -> Arrays:
         y, state = stock(*inputs)
         if _thread.recording is not None:
             _thread.recording.step(state)
@@ -185,7 +199,45 @@ def _step(stock: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _state_space(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    @functools.wraps(stock)
+    def recurrence(
+        x: mx.array,
+        A_log: mx.array,
+        B: mx.array,
+        C: mx.array,
+        D: mx.array,
+        dt: mx.array,
+        dt_bias: mx.array,
+        state: mx.array | None = None,
+        *limits: Any,
+        **more: Any,
+    ) -> Arrays:
+        recording = _thread.recording
+        unmasked = all(more.get(name) is None for name in ("mask", "lengths"))
+        if recording is None or recording.inside_layer or not unmasked:
+            return stock(x, A_log, B, C, D, dt, dt_bias, state, *limits, **more)
+
+        def by_token() -> Arrays:
+            ys, last = [], state
+            for t in range(x.shape[1]):
+                row = slice(t, t + 1)
+                parts = (x[:, row], A_log, B[:, row], C[:, row], D, dt[:, row])
+                y, last = ssm.ssm_update(*parts, dt_bias, last, *limits)
+                ys.append(y)
+                recording.step(last)
+            return mx.concatenate(ys, axis=1), last
+
+        return recording.layer(by_token, x.shape[1], state, _no_replay)
+
+    return recurrence
+
+
+def _no_replay(n: int) -> mx.array:
+    raise AssertionError("a layer that runs token by token has all its states")
+
+
+def _conv(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(stock)
     def conv(self: nn.Conv1d, x: mx.array) -> mx.array:
         if _thread.recording is not None:
@@ -195,6 +247,14 @@ def _conv(stock: Callable[..., Any]) -> Callable[..., Any]:
     return conv
 
 
+_WRAPPERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    (gated_delta, "gated_delta_ops", _gated_delta),
+    (gated_delta, "gated_delta_kernel", _gated_delta),
+    (gated_delta, "_gated_delta_step_ops", _gated_delta_step),
+    (ssm, "ssm_attn", _state_space),
+    (ssm, "ssm_update_kernel", _state_space),
+    (nn.Conv1d, "__call__", _conv),
+]
 _stock: list[tuple[Any, str, Any]] = []
 _lock = threading.Lock()
 
@@ -202,11 +262,13 @@ _lock = threading.Lock()
 def install() -> None:
     """Put the wrappers in place (once); they cost nothing until a thread records."""
     with _lock:
-        if not _stock:
-            for name in _RECURRENCES:
-                _wrap(gated_delta, name, _recurrence)
-            _wrap(gated_delta, _STEP, _step)
-            _wrap(nn.Conv1d, "__call__", _conv)
+        if _stock:
+            return
+        for owner, name, wrapper in _WRAPPERS:
+            stock = vars(owner).get(name)
+            if stock is not None:
+                _stock.append((owner, name, stock))
+                setattr(owner, name, wrapper(stock))
 
 
 def uninstall() -> None:
@@ -214,10 +276,3 @@ def uninstall() -> None:
     with _lock:
         while _stock:
             setattr(*_stock.pop())
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    stock = vars(owner).get(name)
-    if stock is not None:
-        _stock.append((owner, name, stock))
-        setattr(owner, name, wrapper(stock))

@@ -211,8 +211,17 @@ def can_commit(caches: Sequence[Any], recording: capture.Recording) -> bool:
     """Whether any prefix can be kept, judged by a forward that was just recorded."""
     return all(
         cache.is_trimmable() or recording.layer_of(cache) is not None
-        for cache in caches
+        for cache in flat(caches)
     )
+
+
+def flat(caches: Sequence[Any]) -> list[Any]:
+    """The caches with every `CacheList` replaced by the caches inside it."""
+    return [
+        inner
+        for cache in caches
+        for inner in (flat(cache.caches) if hasattr(cache, "caches") else (cache,))
+    ]
 
 
 # --- limits -----------------------------------------------------------------------
@@ -245,8 +254,7 @@ def width_limit(
 
 
 def _rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
-    flat = [c for cache in caches for c in getattr(cache, "caches", (cache,))]
-    return [c for c in flat if isinstance(c, RotatingKVCache)]
+    return [c for c in flat(caches) if isinstance(c, RotatingKVCache)]
 
 
 # --- shared -----------------------------------------------------------------------
@@ -255,9 +263,9 @@ def _rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
 def _records(
     caches: Sequence[Any], recording: capture.Recording, width: int
 ) -> Records | None:
-    """Per cache: None if trimmable, else its record; None at all if one lacks both."""
+    """For each flat cache None if trimmable, else its record; None if it lacks both."""
     records: Records = []
-    for cache in caches:
+    for cache in flat(caches):
         record = None if cache.is_trimmable() else recording.layer_of(cache)
         if record is None and not cache.is_trimmable():
             return None
@@ -268,7 +276,7 @@ def _records(
 
 
 def _keep(caches: Sequence[Any], records: Records, kept: int, n: int) -> None:
-    for cache, record in zip(caches, records, strict=True):
+    for cache, record in zip(flat(caches), records, strict=True):
         if record is None:
             cache.trim(kept - n)
         else:
@@ -276,7 +284,7 @@ def _keep(caches: Sequence[Any], records: Records, kept: int, n: int) -> None:
 
 
 def _untrimmable(caches: Sequence[Any]) -> list[Any]:
-    return [cache for cache in caches if not cache.is_trimmable()]
+    return [cache for cache in flat(caches) if not cache.is_trimmable()]
 
 
 def _end_recording(caches: Sequence[Any]) -> capture.Recording:
