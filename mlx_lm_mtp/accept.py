@@ -22,6 +22,8 @@ import mlx.core as mx
 from mlx_lm import sample_utils
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from . import random_state
+
 
 class Judge(Protocol):
     """The target's choice at each position of one verify of S inputs."""
@@ -85,10 +87,10 @@ class AtOnce:
 
     def _sample(self, sampler: Sampler) -> mx.array:
         chosen = []
-        self._states.append(mx.random.state[0])
+        self._states.append(random_state.current())
         for row in mx.split(self._logprobs, self._logprobs.shape[0]):
             chosen.append(sampler(row))
-            self._states.append(mx.random.state[0])
+            self._states.append(random_state.current())
         return mx.concatenate(chosen)
 
     def judge(self, i: int) -> None:
@@ -114,8 +116,7 @@ class AtOnce:
     def settle(self, kept: int) -> None:
         """See :class:`Judge`."""
         if self._states and kept + 1 < len(self._states):
-            high, low = self._states[kept].tolist()
-            mx.random.seed(high << 32 | low)
+            random_state.put_back(self._states[kept])
 
     def _values(self) -> tuple[list[int], list[int]]:
         if self._read is None:

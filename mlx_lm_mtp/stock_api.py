@@ -108,9 +108,9 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if draft is None:
+            _check_unused(draft_options=draft_options, draft_stats=draft_stats)
             return stock(model, tokenizer, prompt, *args, **kwargs)
-        bound = inspect.signature(stock).bind(model, tokenizer, prompt, *args, **kwargs)
-        arguments = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        arguments = _by_name(stock, model, tokenizer, prompt, *args, **kwargs)
         options = DraftOptions.of(
             draft_options, arguments.pop("num_draft_tokens", None)
         )
@@ -165,6 +165,18 @@ def _responses(stock_responses: Any, request: DraftRequest) -> Any:
 # --- arguments --------------------------------------------------------------------
 
 
+def _by_name(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call of stock's, by name."""
+    arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
+    return arguments | arguments.pop("kwargs", {})
+
+
+def _check_unused(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise InvalidOption(f"{name} is of no use without draft; give draft, too.")
+
+
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     if arguments.get("draft_model") is not None:
         raise InvalidOption(
@@ -188,11 +200,13 @@ def _resolve(
     registration = drafters()[draft]
     if not options.num_draft_tokens:
         return None
+    from . import random_state
     from .drafters.base import DraftContext
     from .origin import path_of
 
     context = DraftContext(model, tokenizer, options, path_of(model))
-    return _checked(registration.factory(context))
+    with random_state.untouched():
+        return _checked(registration.factory(context))
 
 
 def _checked(drafter: Any) -> Drafter:

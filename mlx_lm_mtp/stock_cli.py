@@ -12,18 +12,27 @@ import functools
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
-from .errors import DraftError, InvalidOption
+from .errors import DraftError, HeadUnreadable, InvalidOption
 from .options import DraftOptions
 
-# The keyword arguments that the command line asks for, while a `main()` runs.
-_request: ContextVar[dict[str, Any] | None] = ContextVar("request", default=None)
+# What was parsed, while a `main()` runs.
+_arguments: ContextVar[argparse.Namespace | None] = ContextVar(
+    "_arguments", default=None
+)
 
 
 def requested() -> dict[str, Any]:
     """`draft` and `draft_options` as the running command line asks for them."""
-    return dict(_request.get() or {})
+    args = _arguments.get()
+    if args is None or args.draft is None:
+        return {}
+    return {
+        "draft": args.draft,
+        "draft_options": DraftOptions.parse(args.draft_option),
+    }
 
 
 def setup_arg_parser(stock: Callable[[], Any]) -> Callable[[], Any]:
@@ -45,19 +54,30 @@ def main(stock: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(stock)
     def wrapper() -> None:
-        token = _request.set({})
+        token = _arguments.set(argparse.Namespace(draft=None))
         try:
             stock()
         except DraftError as error:
             sys.exit(f"mlx_lm.generate: error: {error}")
-        except RuntimeError as error:
-            if not requested() or "safetensors" not in str(error):
-                raise
-            sys.exit(f"mlx_lm.generate: error: a weight file is damaged: {error}")
+        except RuntimeError:
+            if requested() and (damage := _damage()):
+                sys.exit(f"mlx_lm.generate: error: {damage}")
+            raise
         finally:
-            _request.reset(token)
+            _arguments.reset(token)
 
     return wrapper
+
+
+def _damage() -> str | None:
+    """What is wrong with the model's files, if that is why MLX gave up."""
+    from .heads.weights import check_readable
+
+    try:
+        check_readable(Path(_arguments.get().model or ""))
+    except HeadUnreadable as error:
+        return str(error)
+    return None
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,21 +115,21 @@ def _noting(
     def wrapper(*args: Any, **kwargs: Any) -> argparse.Namespace:
         namespace = parse_args(*args, **kwargs)
         try:
-            request = _checked(namespace)
+            _check(namespace)
         except DraftError as error:
             parser.error(str(error))
-        if _request.get() is not None:
-            _request.set(request)
+        if _arguments.get() is not None:  # else somebody borrows stock's parser
+            _arguments.set(namespace)
         return namespace
 
     return wrapper
 
 
-def _checked(args: argparse.Namespace) -> dict[str, Any]:
+def _check(args: argparse.Namespace) -> None:
     if args.draft is None:
         if args.draft_option:
             raise InvalidOption("--draft-option is of no use without --mtp or --draft.")
-        return {}
+        return
     if args.draft_model is not None:
         raise InvalidOption(
             f"--draft-model {args.draft_model} cannot go with "
@@ -119,6 +139,4 @@ def _checked(args: argparse.Namespace) -> dict[str, Any]:
     from .plugins import drafters
 
     drafters()[args.draft]
-    options = DraftOptions.parse(args.draft_option)
-    DraftOptions.of(options, args.num_draft_tokens)
-    return {"draft": args.draft, "draft_options": options}
+    DraftOptions.of(DraftOptions.parse(args.draft_option), args.num_draft_tokens)

@@ -11,6 +11,9 @@ by name through a plugin (:mod:`mlx_lm_mtp.hookspecs`), or handed over as it is:
 
 Together `prefill` and `observe` show the drafter every token that the target's caches
 hold, once and in order; a rejected draft is never among them.
+
+A drafter that needs random numbers draws them with a key of its own
+(``mx.random.key``): the global state of `mx.random` belongs to the target's sampler.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from .. import origin
+from .. import origin, random_state
 from ..errors import HeadMismatch, HeadNotFound, HeadUnreadable
 from .qwen import MODULES, MTPHead, renamed
 from .weights import HeadWeights, find_head
@@ -64,7 +64,8 @@ def _built(
     model: nn.Module, tensors: dict[str, mx.array], weights: HeadWeights
 ) -> MTPHead:
     own = frozenset(n for n in ("embed_tokens", "lm_head") if f"{n}.weight" in tensors)
-    head = MTPHead(model, own)
+    with random_state.untouched():
+        head = MTPHead(model, own)
     _quantize(head, tensors)
     _check_fit(head, tensors, weights.source)
     head.load_weights(list(tensors.items()))

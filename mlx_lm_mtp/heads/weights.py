@@ -69,12 +69,23 @@ def find_head(path: Path) -> HeadWeights:
     return HeadWeights(tensors, ", ".join(files), raw, evidence)
 
 
+def check_readable(path: Path) -> None:
+    """Look into every weight file of a checkpoint directory.
+
+    Raises:
+        HeadUnreadable: Naming the first file that is cut short or damaged.
+    """
+    for file in sorted(path.glob(_FILES)):
+        _load(file)
+
+
 def _load(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
         return mx.load(str(file), return_metadata=True)
     except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise HeadUnreadable(
-            f"{file} cannot be read ({error}); download it again."
+            f"{file} is damaged or cut short ({reason}) Download it again."
         ) from error
 
 
