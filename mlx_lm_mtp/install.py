@@ -42,6 +42,7 @@ class _Patch:
     ours: Any
 
     def undo(self) -> None:
+        """Put stock's object back, unless somebody has replaced ours."""
         if getattr(self.owner, self.name, None) is self.ours:
             setattr(self.owner, self.name, self.stock)
 

@@ -1,0 +1,163 @@
+"""The shape of the package: one direction of imports, exports that exist, light starts."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlx_lm_mtp
+
+ROOT = Path(mlx_lm_mtp.__file__).parent
+
+# A module imports only from those above it. What a line has in common is a layer.
+LAYERS = [
+    {"_version", "errors", "random_state"},
+    {"options", "stats", "origin"},
+    {"state.snapshot", "state.capture", "state.rowwise"},
+    {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
+    {"state.tree", "target", "accept", "heads", "hookspecs"},
+    {"verify", "drafters.mtp", "plugins"},
+    {"generate"},
+    {"stock_cli"},
+    {"stock_api"},
+    {"install"},
+    {"cli"},
+]
+# Imported while mlx_lm is being imported, before anybody has asked for drafts.
+START = {"install", "stock_api", "stock_cli", "origin", "errors", "options", "stats"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(p for p in parts if p != "__init__")
+        if name and name not in ("state", "drafters"):
+            found[name] = path
+    return found
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """Modules of the package that this one imports, at its top or inside a function."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            base += node.module.split(".") if node.module else []
+            names = {".".join(base)} | {".".join([*base, a.name]) for a in node.names}
+            found |= names & set(modules())
+    return found - {name}
+
+
+def layer(name: str) -> int:
+    return next(i for i, names in enumerate(LAYERS) if name in names)
+
+
+def test_every_module_has_a_layer() -> None:
+    assert set(modules()) == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_go_one_way(name: str) -> None:
+    upward = {i for i in imports(name, modules()[name]) if layer(i) >= layer(name)}
+    # Layers of several modules may be ordered inside, but never in a circle.
+    upward = {i for i in upward if layer(i) > layer(name) or name in reachable(i)}
+    assert upward == set()
+
+
+def reachable(name: str) -> set[str]:
+    seen, todo = set(), [name]
+    while todo:
+        for other in imports(current := todo.pop(), modules()[current]):
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen
+
+
+def test_exports_exist_and_say_what_they_are() -> None:
+    for name in mlx_lm_mtp.__all__:
+        value = getattr(mlx_lm_mtp, name)
+        assert name.startswith("_") or inspect.getdoc(value) or callable(value)
+    assert set(mlx_lm_mtp.__all__) <= set(dir(mlx_lm_mtp))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        mlx_lm_mtp.nothing  # noqa: B018
+
+
+def test_install_stays_a_function_whatever_is_imported() -> None:
+    code = (
+        "from mlx_lm_mtp.install import patch; import mlx_lm_mtp.install, mlx_lm_mtp;"
+        "assert callable(mlx_lm_mtp.install)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def functions() -> list[tuple[str, ast.FunctionDef]]:
+    return [
+        (f"{name}:{node.name}", node)
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+
+
+def test_functions_are_typed_and_fit_in_the_eye() -> None:
+    lengths = []
+    for name, node in functions():
+        assert node.returns is not None, f"{name} has no return type"
+        lengths.append((node.end_lineno or 0) - node.lineno + 1)
+        limit = 60 if node.name != "draft_generate_step" else 70  # its signature
+        assert lengths[-1] <= limit, f"{name} has {lengths[-1]} lines"
+    assert sorted(lengths)[len(lengths) // 2] <= 12
+
+
+def test_public_names_have_docstrings() -> None:
+    silent = [
+        name
+        for name, node in functions()
+        if not node.name.startswith("_")
+        and ast.get_docstring(node) is None
+        and node.col_offset in (0, 4)
+        and not is_inner(node, name)
+    ]
+    assert silent == []
+
+
+def is_inner(node: ast.FunctionDef, name: str) -> bool:
+    """Whether a function is defined inside another one."""
+    tree = ast.parse(modules()[name.partition(":")[0]].read_text())
+    return any(
+        inner.lineno == node.lineno
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef)
+        for inner in ast.walk(outer)
+        if isinstance(inner, ast.FunctionDef) and inner is not outer
+    )
+
+
+def test_only_what_the_start_needs_is_imported_with_mlx_lm() -> None:
+    code = (
+        "import mlx_lm, mlx_lm.generate, mlx_lm_mtp, sys; mlx_lm_mtp.install();"
+        "print([m for m in sys.modules if m.startswith('mlx_lm_mtp.')])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    loaded = set(re.findall(r"mlx_lm_mtp\.([\w.]+)", out))
+    assert loaded - {"_version"} == START
+
+
+def test_the_boot_module_names_the_modules_that_are_patched() -> None:
+    import _mlx_lm_mtp_boot
+
+    from mlx_lm_mtp.install import patch
+
+    patched = sys.modules[patch.__module__]._WRAPPERS
+    assert tuple(patched) == _mlx_lm_mtp_boot.TARGETS
