@@ -216,7 +216,8 @@ class _Loop:
         if k == 0:
             return _no_drafts()
         proposal = self.drafter.draft(self.pending.array[None], k)
-        drafts = checked_tokens(proposal, self.drafter, k)
+        vocabulary = self.pending.logprobs.shape[-1]
+        drafts = checked_tokens(proposal, self.drafter, k, vocabulary)
         mx.async_eval(drafts)  # the device drafts while the verify graph is built
         return drafts
 

@@ -46,7 +46,7 @@ def remembering(load_model: Callable[..., Any]) -> Callable[..., Any]:
 
     def load(model_path: Path, *args: Any, **kwargs: Any) -> Any:
         model, config = load_model(model_path, *args, **kwargs)
-        _paths[model] = Path(model_path)
+        _paths[model] = Path(model_path).absolute()
         return model, config
 
     return load

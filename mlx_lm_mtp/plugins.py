@@ -60,18 +60,22 @@ class DrafterPlugins:
             PluginError: If a hook of it is misspelt, or a name is taken.
         """
         registered: dict[str, Registration] = {}
+        known = self.manager.get_plugins()
 
         def register(name: str, factory: DrafterFactory) -> None:
-            self._claim(name, provider, registered)
+            self._claim(name, factory, provider, registered)
             registered[name] = Registration(name, factory, provider, version)
 
-        self.manager.register(plugin)
         try:
+            if self.manager.register(plugin) is None:
+                return  # blocked by name
             self.manager.check_pending()
             self._hook_of(plugin)(register=register)
         except Exception as error:
-            self.manager.unregister(plugin)
-            raise error if isinstance(error, PluginError) else PluginError(str(error))
+            reason = " ".join(str(error).split())
+            if plugin not in known and self.manager.is_registered(plugin):
+                self.manager.unregister(plugin)
+            raise PluginError(reason) from error
         self.registrations |= registered
 
     def __getitem__(self, name: str) -> Registration:
@@ -89,7 +93,14 @@ class DrafterPlugins:
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.registrations))
 
-    def _claim(self, name: str, provider: str, also: dict[str, Registration]) -> None:
+    def _claim(
+        self, name: str, factory: Any, provider: str, also: dict[str, Registration]
+    ) -> None:
+        if not callable(factory):
+            raise PluginError(
+                f"drafter {name!r} of {provider} is registered with "
+                f"{type(factory).__name__}; a factory that can be called is needed."
+            )
         taken = also.get(name) or self.registrations.get(name)
         if taken:
             raise PluginError(

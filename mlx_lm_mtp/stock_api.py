@@ -194,7 +194,7 @@ def _resolve(
 ) -> Drafter | None:
     """The drafter of that name, or the object itself; None when nothing is drafted."""
     if not isinstance(draft, str):
-        return _checked(draft) if options.num_draft_tokens else None
+        return _checked(draft, "draft") if options.num_draft_tokens else None
     from .plugins import drafters
 
     registration = drafters()[draft]
@@ -206,15 +206,18 @@ def _resolve(
 
     context = DraftContext(model, tokenizer, options, path_of(model))
     with random_state.untouched():
-        return _checked(registration.factory(context))
+        drafter = registration.factory(context)
+    return _checked(
+        drafter, f"what the factory of drafter {draft!r} ({registration.provider}) made"
+    )
 
 
-def _checked(drafter: Any) -> Drafter:
+def _checked(drafter: Any, what: str) -> Drafter:
     missing = [m for m in _METHODS if not callable(getattr(drafter, m, None))]
     missing += [a for a in ("name", "needs_hidden") if not hasattr(drafter, a)]
     if missing:
         raise InvalidOption(
-            f"draft is {type(drafter).__name__}, which is neither the name of a "
+            f"{what} is {type(drafter).__name__}, which is neither the name of a "
             f"drafter nor a drafter: it lacks {', '.join(missing)}."
         )
     return drafter

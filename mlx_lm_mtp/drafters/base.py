@@ -102,8 +102,14 @@ class DraftContext:
 DrafterFactory = Callable[[DraftContext], Drafter]
 
 
-def checked_tokens(proposal: Any, drafter: Drafter, k: int) -> mx.array:
+def checked_tokens(
+    proposal: Any, drafter: Drafter, k: int, vocabulary: int
+) -> mx.array:
     """The drafted `(1, k')` tokens as uint32, at most k of them.
+
+    A token beyond the vocabulary becomes its last one, without a look at the values:
+    the embedding would be read out of bounds. Only a token that the target chooses is
+    ever kept.
 
     Raises:
         DrafterError: If the proposal is not one, or not of integers in shape `(1, k')`.
@@ -120,5 +126,5 @@ def checked_tokens(proposal: Any, drafter: Drafter, k: int) -> mx.array:
             f"drafter {drafter.name!r} proposed {tokens.dtype} tokens of shape "
             f"{tuple(tokens.shape)}; integers of shape (1, k') are needed."
         )
-    return tokens[:, :k].astype(mx.uint32)
+    return mx.minimum(tokens[:, :k].astype(mx.uint32), vocabulary - 1)
 

@@ -50,13 +50,19 @@ class MTPDrafter:
 
     def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Feed every pair of this chunk, so that drafting knows the whole prompt."""
-        self.observe(tokens, hidden)
+        self._note(tokens, hidden)
         if self._tokens is not None and self._tokens.shape[1]:
             self._feed()
             mx.eval(self.cache.state)
 
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Note the pairs down; the next draft feeds them in the same forward."""
+        self._note(tokens, hidden)
+        if self._tokens is not None and self._tokens.shape[1] > _MANY:
+            self._feed()
+            mx.async_eval(self.cache.state)
+
+    def _note(self, tokens: mx.array, hidden: mx.array | None) -> None:
         assert hidden is not None, "this drafter asks for hidden states"
         if self._tokens is None or self._hidden is None:
             # The first token has nothing before it, or was fed when drafting.
@@ -64,8 +70,6 @@ class MTPDrafter:
         else:
             self._tokens = mx.concatenate([self._tokens, tokens], axis=1)
             self._hidden = mx.concatenate([self._hidden, hidden], axis=1)
-            if self._tokens.shape[1] > _MANY:
-                self._feed()
 
     def draft(self, token: mx.array, k: int) -> Proposal:
         """k tokens, one after the other, each the head's first choice."""

@@ -14,6 +14,8 @@ from ..errors import HeadMismatch, HeadNotFound, HeadUnreadable
 from .qwen import MODULES, MTPHead, renamed
 from .weights import HeadWeights, find_head
 
+_USE = "Use the head of the checkpoint that the model was made from."
+
 _heads: origin.ByModel[MTPHead] = origin.ByModel()
 
 
@@ -55,14 +57,21 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
             f"{', '.join(MODULES)}. Use another drafter, or plain decoding."
         )
     weights = find_head(Path(path))
-    head = _built(model, renamed(weights.shifted()), weights)
+    try:
+        head = _built(model, weights)
+    except ValueError as error:
+        if isinstance(error, HeadMismatch):
+            raise
+        raise HeadMismatch(
+            f"the MTP head in {weights.source} does not fit this model: {error} {_USE}"
+        ) from error
+    _load(head, weights.source)
     _heads[model] = head
     return head
 
 
-def _built(
-    model: nn.Module, tensors: dict[str, mx.array], weights: HeadWeights
-) -> MTPHead:
+def _built(model: nn.Module, weights: HeadWeights) -> MTPHead:
+    tensors = renamed(weights.shifted())
     own = frozenset(n for n in ("embed_tokens", "lm_head") if f"{n}.weight" in tensors)
     with random_state.untouched():
         head = MTPHead(model, own)
@@ -70,14 +79,16 @@ def _built(
     _check_fit(head, tensors, weights.source)
     head.load_weights(list(tensors.items()))
     head.eval()
+    return head
+
+
+def _load(head: MTPHead, source: str) -> None:
     try:
         mx.eval(head.parameters())
     except RuntimeError as error:
         raise HeadUnreadable(
-            f"the MTP head in {weights.source} cannot be read ({error}); "
-            "download it again."
+            f"the MTP head in {source} cannot be read ({error}); download it again."
         ) from error
-    return head
 
 
 def _quantize(head: MTPHead, tensors: dict[str, mx.array]) -> None:
@@ -97,6 +108,5 @@ def _check_fit(head: MTPHead, tensors: dict[str, mx.array], source: str) -> None
             raise HeadMismatch(
                 f"the MTP head in {source} does not fit this model: {name} is "
                 f"{given.get(name, 'missing')}, the model needs "
-                f"{wanted.get(name, 'no such tensor')}. "
-                "Use the head of the checkpoint that the model was made from."
+                f"{wanted.get(name, 'no such tensor')}. {_USE}"
             )

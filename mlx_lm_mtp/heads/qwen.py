@@ -41,10 +41,12 @@ class MTPHead(nn.Module):
             self.embed_tokens = nn.Embedding(args.vocab_size, size)
         if "lm_head" in own:
             self.lm_head = nn.Linear(size, args.vocab_size, bias=False)
-        # The underscore keeps the trunk's modules out of our parameters. The trunk
-        # itself is not held: a head must not keep a discarded model alive.
-        self._trunk_embedding = trunk.model.embed_tokens
-        self._trunk_lm_head = trunk.lm_head if "lm_head" in trunk else None
+        # Methods, not modules: the trunk's modules are none of ours, and the trunk
+        # itself is not held, for a head must not keep a discarded model alive.
+        embedding = trunk.model.embed_tokens
+        self._embed = embedding.__call__
+        lm_head = trunk.lm_head if "lm_head" in trunk else None
+        self._project = lm_head.__call__ if lm_head else embedding.as_linear
 
     def __call__(self, tokens: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """Hidden states `(1, T, H)` that predict the token after each of `tokens`.
@@ -55,7 +57,7 @@ class MTPHead(nn.Module):
                 own output at the depth before.
             cache: The head's KV cache, extended by T entries.
         """
-        embed = self.embed_tokens if "embed_tokens" in self else self._trunk_embedding
+        embed = self.embed_tokens if "embed_tokens" in self else self._embed
         pair = [self.pre_fc_norm_embedding(embed(tokens))]
         pair.append(self.pre_fc_norm_hidden(hidden))
         x = self.fc(mx.concatenate(pair, axis=-1))
@@ -64,11 +66,8 @@ class MTPHead(nn.Module):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """`(1, T, V)` logits of `(1, T, H)` hidden states."""
-        if "lm_head" in self:
-            return self.lm_head(hidden)
-        if self._trunk_lm_head is not None:
-            return self._trunk_lm_head(hidden)
-        return self._trunk_embedding.as_linear(hidden)
+        project = self.lm_head if "lm_head" in self else self._project
+        return project(hidden)
 
 
 def renamed(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -84,13 +83,16 @@ def renamed(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
         if (gate_up := weights.pop(f"{mlp}.experts.gate_up_proj{suffix}", None)) is None:
             continue
         gate, up = mx.split(gate_up, 2, axis=-2)
-        down = weights.pop(f"{mlp}.experts.down_proj{suffix}")
-        for name, weight in (("gate", gate), ("up", up), ("down", down)):
-            weights[f"{mlp}.switch_mlp.{name}_proj.weight"] = weight
+        weights[f"{mlp}.switch_mlp.gate_proj.weight"] = gate
+        weights[f"{mlp}.switch_mlp.up_proj.weight"] = up
+        down = weights.pop(f"{mlp}.experts.down_proj{suffix}", None)
+        if down is not None:
+            weights[f"{mlp}.switch_mlp.down_proj.weight"] = down
     for name in ("gate_proj", "up_proj", "down_proj"):
-        experts = []
-        while (key := f"{mlp}.experts.{len(experts)}.{name}.weight") in weights:
-            experts.append(weights.pop(key))
-        if experts:
+        keys = []
+        while (key := f"{mlp}.experts.{len(keys)}.{name}.weight") in weights:
+            keys.append(key)
+        if len({weights[key].shape for key in keys}) == 1:  # else they cannot fit
+            experts = [weights.pop(key) for key in keys]
             weights[f"{mlp}.switch_mlp.{name}.weight"] = mx.stack(experts)
     return weights

@@ -6,7 +6,7 @@ declare a head that they no longer have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,24 +49,27 @@ def find_head(path: Path) -> HeadWeights:
         HeadNotFound: If no file holds one.
         HeadUnreadable: If a weight file is cut short or damaged.
     """
-    shards = {file: _load(file) for file in sorted(path.glob(_FILES))}
-    tensors, files, formats = {}, [], set()
-    for file, (arrays, metadata) in shards.items():
-        found = dict(_head_tensors(arrays))
-        if found:
-            tensors |= found
-            files.append(file.name)
-            formats.add(metadata.get("format"))
-    if _MARK not in tensors:
-        raise HeadNotFound(
-            f"no MTP head in {path}: looked for tensors named "
-            f"{', '.join(p + '*' for p in PREFIXES)} in {_FILES} ({len(shards)} files). "
-            "Converted checkpoints often lack it; use the original checkpoint, or a "
-            "conversion that kept its head."
-        )
-    conv = _conv_layout(arrays for arrays, _ in shards.values())
-    raw, evidence = _norm_encoding(tensors, formats, conv)
-    return HeadWeights(tensors, ", ".join(files), raw, evidence)
+    shards = [_load(file) for file in sorted(path.glob(_FILES))]
+    for prefix in PREFIXES:
+        holding = [s for s in shards if any(k.startswith(prefix) for k in s.arrays)]
+        tensors = {
+            key.removeprefix(prefix): array
+            for shard in holding
+            for key, array in shard.arrays.items()
+            if key.startswith(prefix)
+        }
+        if _MARK in tensors:
+            formats = {shard.format for shard in holding}
+            raw, evidence = _norm_encoding(tensors, formats, shards)
+            return HeadWeights(
+                tensors, ", ".join(s.name for s in holding), raw, evidence
+            )
+    raise HeadNotFound(
+        f"no MTP head in {path}: looked for tensors named "
+        f"{', '.join(p + '*' for p in PREFIXES)} in {_FILES} ({len(shards)} files). "
+        "Converted checkpoints often lack it; use the original checkpoint, or a "
+        "conversion that kept its head."
+    )
 
 
 def check_readable(path: Path) -> None:
@@ -79,50 +82,57 @@ def check_readable(path: Path) -> None:
         _load(file)
 
 
-def _load(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+@dataclass(frozen=True)
+class _Shard:
+    """One weight file, its arrays not read yet."""
+
+    name: str
+    arrays: Mapping[str, mx.array]
+    format: str | None
+
+
+def _load(file: Path) -> _Shard:
     try:
-        return mx.load(str(file), return_metadata=True)
+        arrays, metadata = mx.load(str(file), return_metadata=True)
+        return _Shard(file.name, arrays, metadata.get("format"))
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise HeadUnreadable(
-            f"{file} is damaged or cut short ({reason}) Download it again."
+            f"{file} is damaged or cut short ({reason}); download it again."
         ) from error
-
-
-def _head_tensors(arrays: Mapping[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-    for key, array in arrays.items():
-        for prefix in PREFIXES:
-            if key.startswith(prefix):
-                yield key[len(prefix) :], array
 
 
 def _is_norm(key: str) -> bool:
     return key.endswith("norm.weight") or ".pre_fc_norm_" in f".{key}"
 
 
-def _conv_layout(payload: Iterator[Mapping[str, mx.array]]) -> tuple[int, ...] | None:
+def _conv_shape(shards: Iterable[_Shard]) -> tuple[int, ...] | None:
     """The shape of the trunk's first convolution kernel, if it has any."""
-    for arrays in payload:
-        for key, array in arrays.items():
-            if key.endswith("conv1d.weight"):
-                return array.shape
-    return None
+    kernels = (
+        array.shape
+        for shard in shards
+        for key, array in shard.arrays.items()
+        if key.endswith("conv1d.weight")
+    )
+    return next(kernels, None)
 
 
 def _norm_encoding(
     tensors: Mapping[str, mx.array],
     formats: set[str | None],
-    conv: tuple[int, ...] | None,
+    shards: Sequence[_Shard],
 ) -> tuple[bool, str]:
     """Whether norms are raw, decided once for the head, by the best evidence there is.
 
     MLX's own format marks shifted norms, and so does a trunk whose convolutions are
-    in MLX's layout, since stock shifts and transposes together. Without either, the
-    q/k norms tell: near 0.75 when raw, above 1.7 when shifted (on released Qwen3.5
+    in MLX's layout, since stock shifts and transposes together; but only a trunk of
+    the same format speaks for the head, which may have been put beside a conversion.
+    Without either, the q/k norms tell: near 0.75 when raw, above 1.7 when shifted (on released Qwen3.5
     heads). Norms around the projection do not: theirs are below 0.5 in both.
     """
     if formats == {"mlx"}:
         return False, "safetensors format: mlx"
+    conv = _conv_shape(shard for shard in shards if shard.format in formats)
     if conv is not None:
         raw = conv[-1] != 1
         return raw, f"the trunk's conv1d is in {'raw' if raw else 'MLX'} layout {conv}"

@@ -86,6 +86,7 @@ class Recording:
         self.layers: dict[int, LayerRecord] = {}  # by the identity of `final`
         self._conv_inputs: list[mx.array] = []
         self._open: LayerRecord | None = None
+        self._ended = False
 
     def __enter__(self) -> Recording:
         install()
@@ -98,8 +99,14 @@ class Recording:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._ended = True  # for the thread that records, if another one ends it
         if _thread.recording is self:
             _thread.recording = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is to be noted down any more."""
+        return self._ended
 
     @property
     def inside_layer(self) -> bool:
@@ -139,6 +146,7 @@ class Recording:
             y, layer.final = run()
         finally:
             self._open = None
+        self.layers.pop(id(before), None)  # of the forward before this one
         self.layers[id(layer.final)] = layer
         return y, layer.final
 
@@ -159,6 +167,12 @@ def put(cache: ArraysCache, layer: LayerRecord, n: int) -> None:
     cache.cache = [*(layer.window(i, n) for i in convs), layer.state(n)]
 
 
+def _current() -> Recording | None:
+    """What records in this thread."""
+    recording = _thread.recording
+    return None if recording is None or recording.ended else recording
+
+
 # --- the wrappers, and the names that they stand in for ---------------------------
 
 
@@ -174,7 +188,7 @@ def _gated_delta(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
         mask: mx.array | None = None,
     ) -> Arrays:
         inputs = (q, k, v, g, beta)
-        recording = _thread.recording
+        recording = _current()
         if recording is None or state is None:
             return stock(*inputs, state, mask)
 
@@ -192,8 +206,8 @@ def _gated_delta_step(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
     @functools.wraps(stock)
     def step(*inputs: Any) -> Arrays:
         y, state = stock(*inputs)
-        if _thread.recording is not None:
-            _thread.recording.step(state)
+        if recording := _current():
+            recording.step(state)
         return y, state
 
     return step
@@ -213,7 +227,7 @@ def _state_space(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
         *limits: Any,
         **more: Any,
     ) -> Arrays:
-        recording = _thread.recording
+        recording = _current()
         unmasked = all(more.get(name) is None for name in ("mask", "lengths"))
         if recording is None or recording.inside_layer or not unmasked:
             return stock(x, A_log, B, C, D, dt, dt_bias, state, *limits, **more)
@@ -240,8 +254,8 @@ def _no_replay(n: int) -> mx.array:
 def _conv(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(stock)
     def conv(self: nn.Conv1d, x: mx.array) -> mx.array:
-        if _thread.recording is not None:
-            _thread.recording.conv(x)
+        if recording := _current():
+            recording.conv(x)
         return stock(self, x)
 
     return conv

@@ -4,8 +4,8 @@ Attention caches are trimmed, gated-delta caches take the state that
 :mod:`~mlx_lm_mtp.state.capture` recorded, and what can do neither is put back from a
 snapshot, after which the accepted prefix is fed once more.
 
-The functions with the long names are the public ones; the round loop uses the two
-classes below them, which can move to any prefix of the verified inputs and back.
+The functions with the long names are the public ones; the round loop uses the classes
+below them, one for each way in which a verify can be taken back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from ..errors import CommitError
 from . import capture
@@ -48,7 +53,7 @@ def commit_verified_prefix(
     """Keep the first `accepted_len` of the `verified_len` inputs fed last.
 
     All or nothing: if one cache can neither be trimmed nor committed, none is
-    touched. Recording ends either way.
+    touched. Recording ends either way, but not by a ValueError.
 
     Returns:
         Whether the caches now hold the accepted prefix.
@@ -60,10 +65,12 @@ def commit_verified_prefix(
     recording = _end_recording(caches)
     records = _records(caches, recording, verified_len)
     if accepted_len == verified_len:
+        _cut_fronts(caches)
         return True
     if records is None:
         return False
     _keep(caches, records, verified_len, accepted_len)
+    _cut_fronts(caches)
     return True
 
 
@@ -96,10 +103,9 @@ def commit_verified_snapshot(
 class Verified:
     """The caches after a verify of `width` inputs; `commit` keeps a prefix of them.
 
-    `commit` may be called again with a smaller number, as happens when generation
-    stops in the middle of a round. This base keeps everything: it is what a single
-    input in caches that cannot go back gets. (Stock, too, has fed one token more than
-    it has yielded when its sampler raises.)
+    This base keeps everything: it is what a single input in caches that cannot go back
+    gets. (Stock, too, has fed one token more than it has yielded when its sampler
+    raises.)
     """
 
     def __init__(self, caches: Sequence[Any], width: int) -> None:
@@ -111,6 +117,7 @@ class Verified:
         if n != self.kept:
             self._keep(n)
             self.kept = n
+        _cut_fronts(self.caches)
 
     def _keep(self, n: int) -> None:
         """Go from `kept` inputs back to n."""
@@ -202,7 +209,7 @@ def light_restore(
     """Put back a :func:`light_snapshot` taken `trim` tokens ago."""
     for cache, before in zip(caches, saved, strict=True):
         if before is None:
-            cache.trim(trim)
+            _trim(cache, trim)
         else:
             restore([cache], [before])
 
@@ -278,9 +285,29 @@ def _records(
 def _keep(caches: Sequence[Any], records: Records, kept: int, n: int) -> None:
     for cache, record in zip(flat(caches), records, strict=True):
         if record is None:
-            cache.trim(kept - n)
+            _trim(cache, kept - n)
         else:
             capture.put(cache, record, n)
+            cache.advance(n - kept)
+
+
+def _trim(cache: Any, n: int) -> None:
+    cache.trim(n)
+    if isinstance(cache, ConcatenateKVCache):
+        # Stock's trim moves the offset alone, and its next update appends to all rows.
+        cache.keys = cache.keys[..., : cache.offset, :]
+        cache.values = cache.values[..., : cache.offset, :]
+
+
+def _cut_fronts(caches: Sequence[Any]) -> None:
+    """Drop what stock drops from a chunked cache before it feeds each single token."""
+    for cache in flat(caches):
+        if isinstance(cache, ChunkedKVCache) and cache.keys is not None:
+            beyond = cache.offset - 1 - cache.start_position - cache.chunk_size
+            if beyond > 0:
+                cache.start_position += beyond
+                cache.keys = cache.keys[..., beyond:, :]
+                cache.values = cache.values[..., beyond:, :]
 
 
 def _untrimmable(caches: Sequence[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ def restore(caches: Sequence[Any], snapshots: Sequence[Snapshot]) -> None:
     Handles are copied again, so that the next forward cannot write into the
     snapshot: a snapshot may be restored twice.
     """
-    for cache, saved in zip(caches, snapshots, strict=True):
+    for cache, saved in list(zip(caches, snapshots, strict=True)):
         _put_back(cache, saved)
 
 

@@ -22,8 +22,11 @@ def tile_caches(caches: Sequence[Any], paths: int) -> None:
     Raises:
         ValueError: If a cache is not at batch 1.
     """
+    for batch in map(_batch, caches):
+        if batch not in (1, None):
+            raise ValueError(f"caches are tiled from batch 1, got batch {batch}.")
     for cache in caches:
-        _map_arrays(cache, lambda x: _tile(x, paths))
+        _map_arrays(cache, lambda x: mx.repeat(x, paths, axis=0))
 
 
 def commit_tree_row(
@@ -36,7 +39,13 @@ def commit_tree_row(
 
     Returns:
         Whether the caches now hold that prefix of that path.
+
+    Raises:
+        ValueError: If there is no such row, or `accepted_len` is out of range.
     """
+    for batch in map(_batch, caches):
+        if batch is not None and not 0 <= row < batch:
+            raise ValueError(f"row is {row}, outside 0..{batch - 1} (the paths).")
     if not commit.commit_verified_prefix(caches, verified_len, accepted_len):
         return False
     for cache in caches:
@@ -44,10 +53,11 @@ def commit_tree_row(
     return True
 
 
-def _tile(x: mx.array, paths: int) -> mx.array:
-    if x.shape[0] != 1:
-        raise ValueError(f"caches are tiled from batch 1, got batch {x.shape[0]}.")
-    return mx.repeat(x, paths, axis=0)
+def _batch(cache: Any) -> int | None:
+    """The batch size of a cache; None if it is empty."""
+    sizes: list[int] = []
+    _map_arrays(cache, lambda x: (sizes.append(x.shape[0]), x)[1])
+    return max(sizes, default=None)
 
 
 def _map_arrays(cache: Any, fn: ArrayMap) -> None:

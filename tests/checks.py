@@ -1,0 +1,343 @@
+"""What must hold, as functions that give a list of differences: empty if it holds.
+
+Tests of the real package assert that a list is empty; tests with a planted bug assert
+that it is not. Every difference begins with the aspect that differs: `tokens`,
+`log-probabilities`, `caches`, `random state`, `calls` (of processors), `drafter`,
+`rounds` or `result`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import oracle
+from mlx_lm.models.cache import make_prompt_cache
+from scripted import Scripted
+from tiny import Spec, head_tensors
+
+import mlx_lm_mtp
+from mlx_lm_mtp import draft_generate_step
+from mlx_lm_mtp.drafters.base import Drafter, Proposal
+from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.heads.qwen import MTPHead
+from mlx_lm_mtp.options import DraftOptions
+from mlx_lm_mtp.stats import DraftStats
+from mlx_lm_mtp.target import Target
+
+DrafterOf = Callable[[list[int]], Drafter]  # from the tokens that stock yields
+CachesOf = Callable[[nn.Module], list[Any]]
+Differences = list[str]
+
+PROMPT = (5, 9, 30, 2, 77, 41, 8)
+INPUTS = (3, 8, 20, 11, 95, 60)
+
+
+@functools.cache
+def model_of(spec: Spec) -> nn.Module:
+    """The model of a spec, built once; tests only read it."""
+    return spec.build()
+
+
+def aspects(found: Differences) -> set[str]:
+    """What differs: the words before the colons."""
+    return {difference.partition(":")[0] for difference in found}
+
+
+def right_where(pattern: str) -> Callable[[int], bool]:
+    """Which drafts are right: ``110`` is two right, one wrong, over and over."""
+    return lambda i: pattern[i % len(pattern)] == "1"
+
+
+def scripted(pattern: str) -> DrafterOf:
+    """A drafter that is right where the pattern has a 1."""
+    return lambda truth: Scripted(truth, right_where(pattern))
+
+
+# --- generations ------------------------------------------------------------------
+
+
+def generation_differences(
+    model: nn.Module,
+    prompt: Sequence[int],
+    max_tokens: int,
+    drafter: DrafterOf,
+    *,
+    options: DraftOptions | None = None,
+    seed: int = 0,
+    sampler: Callable[[], Any] | None = None,
+    processors: Callable[[], list[Any]] | None = None,
+    stop: int | None = None,
+    caches: CachesOf = make_prompt_cache,
+    **kwargs: Any,
+) -> Differences:
+    """A generation with drafts beside stock's, bit for bit.
+
+    Args:
+        drafter: Makes the drafter, given all tokens that stock yields.
+        options: How to draft.
+        seed: Of `mx.random`, before either run.
+        sampler, processors: Make them anew for each run, since they may keep a state.
+            The histories that processors are shown are compared, too.
+        stop: Close the generator after so many tokens, at least one, as a stop string
+            does; stock is then run to that length.
+        caches: Makes the prompt caches.
+        kwargs: For both runs, as `generate_step` takes them.
+    """
+
+    def arguments(calls: list[Any]) -> dict[str, Any]:
+        made = processors() if processors else []
+        kwargs["logits_processors"] = [_noted(p, calls) for p in made]
+        return {**kwargs, "sampler": sampler() if sampler else None}
+
+    def stock(n: int, calls: list[Any]) -> oracle.Result:
+        return oracle.stock(
+            model, prompt, n, seed=seed, caches=caches(model), **arguments(calls)
+        )
+
+    truth = stock(max_tokens, []).tokens
+    our_calls: list[Any] = []
+    ours = drafted(
+        model,
+        prompt,
+        max_tokens,
+        drafter(truth),
+        options=options,
+        seed=seed,
+        stop=stop,
+        caches=caches(model),
+        **arguments(our_calls),
+    )
+    their_calls: list[Any] = []
+    theirs = stock(max_tokens if stop is None else stop, their_calls)
+    found = result_differences(ours, theirs)
+    if our_calls != their_calls:
+        found.append(f"calls: {our_calls} and {their_calls}")
+    return found
+
+
+def drafted(
+    model: nn.Module,
+    prompt: Sequence[int],
+    max_tokens: int,
+    drafter: Drafter,
+    *,
+    options: DraftOptions | None = None,
+    seed: int | None = None,
+    stop: int | None = None,
+    caches: list[Any] | None = None,
+    **kwargs: Any,
+) -> oracle.Result:
+    """A generation with drafts, run to its end or closed after `stop` tokens."""
+    if caches is None:
+        caches = make_prompt_cache(model)
+    if seed is not None:
+        mx.random.seed(seed)
+    steps = draft_generate_step(
+        mx.array(prompt),
+        model,
+        drafter,
+        options=options,
+        max_tokens=max_tokens,
+        prompt_cache=caches,
+        **kwargs,
+    )
+    taken = list(_take(steps, stop))
+    steps.close()
+    return oracle.Result(
+        [t for t, _, _ in taken],
+        [p for _, p, _ in taken],
+        caches,
+        oracle.random_state(),
+    )
+
+
+def result_differences(ours: oracle.Result, theirs: oracle.Result) -> Differences:
+    """What differs between two generations."""
+    found = []
+    if ours.tokens != theirs.tokens:
+        found.append(f"tokens: {ours.tokens} and {theirs.tokens}")
+    found += [
+        f"log-probabilities: of token {i}"
+        for i, (a, b) in enumerate(zip(ours.logprobs, theirs.logprobs, strict=False))
+        if not oracle.same_bits(a, b)
+    ]
+    found += cache_differences(ours.caches, theirs.caches)
+    if ours.random_state != theirs.random_state:
+        found.append(f"random state: {ours.random_state} and {theirs.random_state}")
+    return found
+
+
+def cache_differences(ours: Sequence[Any], theirs: Sequence[Any]) -> Differences:
+    """What differs between two lists of caches."""
+    return [f"caches: {d}" for d in oracle.differences(ours, theirs)]
+
+
+def _take(steps: Iterator[Any], n: int | None) -> Iterator[Any]:
+    """The first n steps; the generator is not resumed after the last of them."""
+    for i, step in enumerate(steps, 1):
+        yield step
+        if i == n:
+            return
+
+
+def _noted(processor: Any, calls: list[Any]) -> Any:
+    """A logits processor that notes down the history it is shown."""
+
+    def noted(tokens: mx.array, logits: mx.array) -> mx.array:
+        calls.append(tokens.tolist())
+        return processor(tokens, logits)
+
+    return noted
+
+
+def round_differences(model: nn.Module, pattern: str, k: int, n: int) -> Differences:
+    """Rounds that n tokens took, beside what the drafts' being right allows."""
+    truth = oracle.stock(model, PROMPT, n).tokens
+    stats, options = DraftStats(), DraftOptions(num_draft_tokens=k)
+    drafted(model, PROMPT, n, scripted(pattern)(truth), options=options, stats=stats)
+    wanted = fewest_rounds(right_where(pattern), k, n)
+    if stats.rounds == wanted:
+        return []
+    return [f"rounds: {stats.rounds} and {wanted}"]
+
+
+def fewest_rounds(right: Callable[[int], bool], k: int, n: int) -> int:
+    """Rounds needed for n tokens when draft i is right(i): each yields the pending
+    token and the right drafts up to the first wrong one."""
+    done = rounds = 0
+    while done < n:
+        done, last, rounds = done + 1, min(done + k + 1, n), rounds + 1
+        while done < last and right(done):
+            done += 1
+    return rounds
+
+
+# --- the MTP drafter ----------------------------------------------------------------
+
+
+class Steered(MTPDrafter):
+    """Drafts with its head, so that its cache is used, but says what a script says."""
+
+    def __init__(self, head: MTPHead, script: Drafter) -> None:
+        self._script = script
+        super().__init__(head)
+
+    def begin(self) -> None:
+        super().begin()
+        self._script.begin()
+
+    def draft(self, token: mx.array, k: int) -> Proposal:
+        super().draft(token, k)
+        return self._script.draft(token, k)
+
+    def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        super().observe(tokens, hidden)
+        self._script.observe(tokens, None)
+
+    def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        super().prefill(tokens, hidden)
+        self._script.begin()  # what `observe` told it of the prompt
+
+
+def head_for(model: nn.Module) -> MTPHead:
+    """A random head that fits the model."""
+    tensors = head_tensors(model)
+    head = MTPHead(model)
+    head.load_weights(list(tensors.items()))
+    head.eval()
+    return head
+
+
+def drafter_differences(
+    model: nn.Module, prompt: Sequence[int], max_tokens: int, pattern: str, k: int
+) -> Differences:
+    """The MTP drafter's cache after a generation, beside that of a drafter which was
+    only ever shown the final tokens."""
+    truth = oracle.stock(model, prompt, max_tokens).tokens
+    head = head_for(model)
+    ours = Steered(head, Scripted(truth, right_where(pattern)))
+    options = DraftOptions(num_draft_tokens=k)
+    made = drafted(model, prompt, max_tokens, ours, options=options).tokens
+    fresh = MTPDrafter(head)
+    tokens = mx.array([[*prompt, *made]])
+    fresh.prefill(tokens, Target(model, options.hidden)(tokens, _new(model)).hidden)
+    for drafter in (ours, fresh):
+        MTPDrafter.draft(drafter, mx.array([[1]], dtype=mx.uint32), 1)
+    return [f"drafter: {d}" for d in oracle.differences([ours.cache], [fresh.cache])]
+
+
+# --- cache functions ----------------------------------------------------------------
+
+
+def _new(model: nn.Module) -> list[Any]:
+    return make_prompt_cache(model)
+
+
+def feed(model: nn.Module, tokens: Sequence[int], caches: list[Any]) -> mx.array:
+    """One forward of the tokens; `(1, T, V)` logits."""
+    return Target(model)(mx.array([list(tokens)]), caches, verify=True).logits
+
+
+@functools.lru_cache(maxsize=1024)
+def stock_after(
+    spec: Spec, tokens: tuple[int, ...], caches: CachesOf = make_prompt_cache
+) -> list[Any]:
+    """Stock's caches after these tokens, fed one by one. Read only: they are shared."""
+    model = model_of(spec)
+    if not tokens:
+        return caches(model)
+    made = copy.deepcopy(stock_after(spec, tokens[:-1], caches))
+    model(mx.array([tokens[-1:]]), cache=made)
+    mx.eval([cache.state for cache in made])
+    return made
+
+
+def after_prompt(spec: Spec, caches: CachesOf = make_prompt_cache) -> list[Any]:
+    """Caches of one's own that hold the prompt."""
+    return copy.deepcopy(stock_after(spec, PROMPT, caches))
+
+
+def commit_differences(
+    spec: Spec, n: int, caches: CachesOf = make_prompt_cache
+) -> Differences:
+    """A verify of all inputs cut to the first n, beside n inputs fed one by one."""
+    ours = after_prompt(spec, caches)
+    mlx_lm_mtp.begin_speculative_checkpoints(ours)
+    feed(model_of(spec), INPUTS, ours)
+    if not mlx_lm_mtp.commit_verified_prefix(ours, len(INPUTS), n):
+        return ["result: not committed"]
+    return cache_differences(ours, stock_after(spec, PROMPT + INPUTS[:n], caches))
+
+
+def tree_differences(
+    spec: Spec, paths: Sequence[Sequence[int]], n: int, row: int
+) -> Differences:
+    """One path of several that were verified side by side, beside that path alone."""
+    ours = after_prompt(spec)
+    mlx_lm_mtp.tile_caches(ours, len(paths))
+    mlx_lm_mtp.begin_speculative_checkpoints(ours)
+    Target(model_of(spec))(mx.array(paths), ours, verify=True)
+    if not mlx_lm_mtp.commit_tree_row(ours, len(paths[0]), n, row):
+        return ["result: not committed"]
+    return cache_differences(ours, stock_after(spec, PROMPT + tuple(paths[row][:n])))
+
+
+def restore_differences(
+    spec: Spec, times: int = 2, caches: CachesOf = make_prompt_cache
+) -> Differences:
+    """A snapshot restored again and again, with in-place writes in between."""
+    ours = after_prompt(spec, caches)
+    saved = mlx_lm_mtp.snapshot(ours)
+    found = []
+    for _ in range(times):
+        for token in INPUTS:  # one by one, since a longer forward may copy
+            feed(model_of(spec), [token], ours)
+            mx.eval([cache.state for cache in ours])
+        mlx_lm_mtp.restore(ours, saved)
+        found += cache_differences(ours, stock_after(spec, PROMPT, caches))
+    return found
