@@ -40,8 +40,9 @@ _CLEAR_EVERY = 256  # tokens between two clearings of MLX's buffer cache, as in 
 class Pending(NamedTuple):
     """A token that was chosen and not fed yet."""
 
-    array: mx.array  # (1,)
-    logprobs: mx.array  # (V,)
+    token: int
+    array: mx.array  # (1,), the same on the device
+    logprobs: mx.array  # (V,), what it was chosen from
 
 
 def draft_generate_step(
@@ -172,8 +173,7 @@ class _Loop:
             self._quantize()
             judge.judge(0)
             self.drafter.prefill(token[None], forward.hidden)
-            self.pending = Pending(judge.chosen(0), judge.logprobs(0))
-            mx.eval(self.pending.array)
+            self.pending = self._chosen(judge, 0)
 
     # --- rounds -------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class _Loop:
             forward, verified = self.verifier(inputs)
             judge = self._judge(forward.logits, drafts, self.pending.array)
         kept, more = 0, True
-        token, logprobs = self.pending.array.item(), self.pending.logprobs
+        token, logprobs = self.pending.token, self.pending.logprobs
         try:
             while more:
                 with mx.stream(self.stream):
@@ -206,9 +206,11 @@ class _Loop:
         finally:
             with mx.stream(self.stream):
                 self._commit(verified, judge, kept)
-            self.stats.count(kept - 1 if more else drafts.shape[1], kept - 1)
+            if kept:  # of a round that was stopped, only what was seen counts
+                self.stats.count(kept - 1 if more else drafts.shape[1], kept - 1)
         with mx.stream(self.stream):
-            self._observe(inputs, forward.hidden, judge, kept)
+            self._observe(inputs[:, :kept], forward.hidden)
+            self.pending = self._chosen(judge, kept - 1)
         return kept
 
     def _draft(self, k: int) -> mx.array:
@@ -254,13 +256,15 @@ class _Loop:
         judge.settle(kept)
         self._quantize()
 
-    def _observe(
-        self, inputs: mx.array, hidden: mx.array | None, judge: Judge, kept: int
-    ) -> None:
-        self.drafter.observe(
-            inputs[:, :kept], None if hidden is None else hidden[:, :kept]
-        )
-        self.pending = Pending(judge.chosen(kept - 1), judge.logprobs(kept - 1))
+    def _observe(self, kept: mx.array, hidden: mx.array | None) -> None:
+        """Show the drafter the `(1, n)` inputs that were kept."""
+        if hidden is not None:
+            hidden = hidden[:, : kept.shape[1]]
+        self.drafter.observe(kept, hidden)
+
+    def _chosen(self, judge: Judge, i: int) -> Pending:
+        """What the judge chose behind input i: the next round begins with it."""
+        return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i))
 
     def _quantize(self) -> None:
         start, group_size, bits = self.quantize

@@ -59,9 +59,9 @@ def main(stock: Callable[[], None]) -> Callable[[], None]:
             stock()
         except DraftError as error:
             sys.exit(f"mlx_lm.generate: error: {error}")
-        except RuntimeError:
-            if requested() and (damage := _damage()):
-                sys.exit(f"mlx_lm.generate: error: {damage}")
+        except (RuntimeError, ValueError) as error:
+            if requested() and (reason := _reason(error)):
+                sys.exit(f"mlx_lm.generate: error: {reason}")
             raise
         finally:
             _arguments.reset(token)
@@ -69,14 +69,20 @@ def main(stock: Callable[[], None]) -> Callable[[], None]:
     return wrapper
 
 
-def _damage() -> str | None:
-    """What is wrong with the model's files, if that is why MLX gave up."""
+def _reason(error: Exception) -> str | None:
+    """Why stock could not load the model, if a head or a damaged file is the cause."""
     from .heads.weights import check_readable
 
+    model = _arguments.get().model
+    if "_mtp not supported" in str(error):
+        return (
+            f"{model} holds an MTP head alone ({error}); give --model the model that "
+            "the head belongs to."
+        )
     try:
-        check_readable(Path(_arguments.get().model or ""))
-    except HeadUnreadable as error:
-        return str(error)
+        check_readable(Path(model or ""))
+    except HeadUnreadable as unreadable:
+        return str(unreadable)
     return None
 
 

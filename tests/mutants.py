@@ -150,17 +150,15 @@ last_draft_never_accepted = replaced(
 )
 
 
-def _observe_without_bonus(stock: Any) -> Any:
-    def observe(self: _Loop, inputs: Any, hidden: Any, judge: Any, kept: int) -> None:
-        stock(self, inputs, hidden, judge, kept)
-        if 1 < kept == inputs.shape[1]:
-            i = kept - 2
-            self.pending = generate.Pending(judge.chosen(i), judge.logprobs(i))
+def _chosen_without_bonus(stock: Any) -> Any:
+    def chosen(self: _Loop, judge: Any, i: int) -> Any:
+        bonus = 0 < i == judge._drafts.shape[-1]
+        return stock(self, judge, i - bonus)
 
-    return observe
+    return chosen
 
 
-bonus_token_dropped = replaced(_Loop, "_observe", _observe_without_bonus)
+bonus_token_dropped = replaced(_Loop, "_chosen", _chosen_without_bonus)
 
 
 def _commit_all_accepted(stock: Any) -> Any:

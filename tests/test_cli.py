@@ -149,6 +149,13 @@ def test_a_damaged_weight_file(run: Any, tmp_path: Path, keep: float) -> None:
     assert "\n" not in code and file.name in code
 
 
+def test_a_head_given_as_the_model(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_mtp"}')
+    checkpoints.save(tmp_path / "model.safetensors", {})
+    code, *_ = run("--model", tmp_path, "--prompt", "x", "--mtp")
+    assert "holds an MTP head alone" in code and "--model" in code
+
+
 def test_arguments_do_not_outlive_main(run: Any, path: Path) -> None:
     run("--model", path, "--prompt", "x", "--mtp", "--max-tokens", 2)
     assert stock_cli.requested() == {}
