@@ -1,6 +1,6 @@
 """Stock and drafted decoding side by side, in one process, on one checkpoint.
 
-    python examples/benchmark.py [--model PATH] [--tokens 200] [--repeat 5] [--json FILE]
+    python examples/benchmark.py [--model PATH] [--tokens N] [--repeat N] [--json FILE]
 
 Every prompt is decoded by stock and with each k in turn, `repeat` times over, so that a
 slow moment of the machine falls on all of them. Reported are medians; a ratio below

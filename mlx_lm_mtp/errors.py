@@ -1,16 +1,16 @@
 """What can go wrong, each told in one sentence: the argument, its value, what to do.
 
-    DraftError (ValueError)
-     ├── UnsupportedVersion   this mlx-lm is not one we know how to extend
-     ├── InvalidOption        an argument or option out of range, or two that clash
-     ├── UnknownDrafter       no drafter of that name is registered
-     ├── PluginError          two plugins claim the same drafter name
-     ├── HeadError
-     │    ├── HeadNotFound    the checkpoint has no MTP head where one can live
-     │    ├── HeadMismatch    a head is there, but does not fit the model
-     │    └── HeadUnreadable  a weight file is cut short or damaged
-     ├── DrafterError         a drafter broke its contract
-     └── CommitError          caches could not be brought to the accepted tokens
+DraftError (ValueError)
+ ├── UnsupportedVersion   this mlx-lm is not one we know how to extend
+ ├── InvalidOption        an argument or option out of range, or two that clash
+ ├── UnknownDrafter       no drafter of that name is registered
+ ├── PluginError          two plugins claim the same drafter name
+ ├── HeadError
+ │    ├── HeadNotFound    the checkpoint has no MTP head where one can live
+ │    ├── HeadMismatch    a head is there, but does not fit the model
+ │    └── HeadUnreadable  a weight file is cut short or damaged
+ ├── DrafterError         a drafter broke its contract
+ └── CommitError          caches could not be brought to the accepted tokens
 """
 
 

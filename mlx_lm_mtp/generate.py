@@ -246,9 +246,7 @@ class _Loop:
     def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
         if is_pure(self.sampler) and not self.processors:
             return AtOnce(logits, drafts, self.sampler)
-        return OneByOne(
-            logits, drafts, self.sampler, self.processors, self.history, x
-        )
+        return OneByOne(logits, drafts, self.sampler, self.processors, self.history, x)
 
     def _commit(self, verified: Verified, judge: Judge, kept: int) -> None:
         """Caches and random state as plain decoding has them after `kept` inputs."""

@@ -110,9 +110,7 @@ class DrafterPlugins:
 
     def _hook_of(self, plugin: Any) -> Any:
         others = set(self.manager.get_plugins()) - {plugin}
-        return self.manager.subset_hook_caller(
-            "mlx_lm_mtp_register_drafters", others
-        )
+        return self.manager.subset_hook_caller("mlx_lm_mtp_register_drafters", others)
 
 
 def _entry_points() -> Iterator[

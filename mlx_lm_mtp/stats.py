@@ -50,9 +50,7 @@ class DraftStats:
     @property
     def acceptance_per_position(self) -> list[float]:
         """For each draft position: accepted there / rounds that drafted it."""
-        return [
-            _ratio(self.accepted[d], self.drafted[d]) for d in sorted(self.drafted)
-        ]
+        return [_ratio(self.accepted[d], self.drafted[d]) for d in sorted(self.drafted)]
 
     @property
     def mean_acceptance_length(self) -> float:

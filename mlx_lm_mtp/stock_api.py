@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from .drafters.base import Drafter
 
 _METHODS = ("begin", "prefill", "draft", "observe")
+_STREAM_DOC = """
+    Added by mlx-lm-mtp (keyword arguments):
+        draft (str or Drafter, optional): What drafts tokens, e.g. ``"mtp"``. The
+          tokens stay those of plain decoding. Default: ``None``.
+        num_draft_tokens (int): Drafts a round; 0 is plain decoding. Default: ``3``.
+        draft_options (DraftOptions or dict, optional): How to draft and verify.
+        draft_stats (DraftStats, optional): Filled while generating; every response
+          carries it as ``draft_stats``.
+    """
 # Arguments of `generate_step` that stock drops on its way to a draft model.
 _DROPPED = ("max_kv_size", "prompt_progress_callback")
 
@@ -121,6 +130,7 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
         return _responses(stock(**arguments | {"draft_model": request}), request)
 
+    wrapper.__doc__ = f"{stock.__doc__}{_STREAM_DOC}"
     return wrapper
 
 
@@ -177,7 +187,7 @@ def _check_unused(**arguments: Any) -> None:
             raise InvalidOption(f"{name} is of no use without draft; give draft, too.")
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     if arguments.get("draft_model") is not None:
         raise InvalidOption(
             "draft and draft_model are both given; choose one way of drafting."

@@ -1,8 +1,8 @@
 """Stock's command line with `--mtp` and its companions.
 
-Stock's `main()` builds its parser, loads the model and calls `generate`, all by names of
-its module. The parser gets our arguments; what they ask for is kept for the duration of
-`main()`, where :func:`requested` gives it to the wrapped `generate`.
+Stock's `main()` builds its parser, loads the model and calls `generate`, all by names
+of its module. The parser gets our arguments; what they ask for is kept for the duration
+of `main()`, where :func:`requested` gives it to the wrapped `generate`.
 """
 
 from __future__ import annotations

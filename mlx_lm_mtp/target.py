@@ -7,9 +7,8 @@ states are noted down as they pass through the final norm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 

@@ -43,12 +43,14 @@ def stock(
         mx.random.seed(seed)
     steps = list(
         generate_step(
-            mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=caches, **kwargs
+            mx.array(prompt),
+            model,
+            max_tokens=max_tokens,
+            prompt_cache=caches,
+            **kwargs,
         )
     )
-    return Result(
-        [t for t, _ in steps], [p for _, p in steps], caches, random_state()
-    )
+    return Result([t for t, _ in steps], [p for _, p in steps], caches, random_state())
 
 
 def random_state() -> list[int]:

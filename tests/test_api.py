@@ -181,7 +181,7 @@ def test_generations_may_be_interleaved(loaded: Any) -> None:
         strict=True,
     )
     tokens = [(a.token, b.token) for a, b in both]
-    assert [list(column) for column in zip(*tokens)] == [stock, other]
+    assert [list(column) for column in zip(*tokens, strict=True)] == [stock, other]
 
 
 def test_generate_gives_the_text_and_says_what_drafting_did(

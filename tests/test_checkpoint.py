@@ -1,4 +1,4 @@
-"""The trained checkpoint that comes with the repository, through stock's own entry points."""
+"""The trained checkpoint of the repository, through stock's own entry points."""
 
 from __future__ import annotations
 

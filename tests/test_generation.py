@@ -182,9 +182,7 @@ def test_a_second_call_goes_on_equal() -> None:
     second = oracle.stock(
         model, [first.tokens[-1], 2], 11, caches=first.caches, sampler=sampler
     )
-    ours = drafted(
-        model, [9, 8], Scripted(first.tokens), 11, seed=4, sampler=sampler
-    )
+    ours = drafted(model, [9, 8], Scripted(first.tokens), 11, seed=4, sampler=sampler)
     again = drafted(
         model,
         [ours.tokens[-1], 2],
@@ -339,7 +337,7 @@ def test_no_tokens_when_max_tokens_is_zero() -> None:
 
 def test_progress_is_reported_as_stock_reports_it() -> None:
     model, calls = built(tiny.Spec()), ([], [])
-    for steps, seen in zip((generate_step, draft_generate_step), calls):
+    for steps, seen in zip((generate_step, draft_generate_step), calls, strict=True):
         extra = {} if steps is generate_step else {"drafter": Scripted([])}
         list(
             steps(

@@ -166,9 +166,7 @@ def test_an_exception_in_the_drafter(method: str) -> None:
     truth = oracle.stock(model, PROMPT, 20).tokens
     drafter, caches = FaultyDrafter(truth), make_prompt_cache(model)
     drafter.method = method
-    steps = draft_generate_step(
-        mx.array(PROMPT), model, drafter, prompt_cache=caches
-    )
+    steps = draft_generate_step(mx.array(PROMPT), model, drafter, prompt_cache=caches)
     assert_as_after(model, until_fault(steps), caches, truth)
 
 

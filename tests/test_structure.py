@@ -1,4 +1,4 @@
-"""The shape of the package: one direction of imports, exports that exist, light starts."""
+"""The shape of the package: one direction of imports, exports, light starts."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ def checked_tokens(
     tokens = getattr(proposal, "tokens", None)
     if not isinstance(tokens, mx.array):
         raise DrafterError(
-            f"drafter {drafter.name!r} returned {type(proposal).__name__} from draft(); "
-            "it must return a Proposal whose tokens are an mx.array."
+            f"drafter {drafter.name!r} returned {type(proposal).__name__} from "
+            "draft(); it must return a Proposal whose tokens are an mx.array."
         )
     integers = mx.issubdtype(tokens.dtype, mx.integer)
     if not integers or tokens.ndim != 2 or tokens.shape[0] != 1:
@@ -127,4 +127,3 @@ def checked_tokens(
             f"{tuple(tokens.shape)}; integers of shape (1, k') are needed."
         )
     return mx.minimum(tokens[:, :k].astype(mx.uint32), vocabulary - 1)
-

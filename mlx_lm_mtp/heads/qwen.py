@@ -80,7 +80,9 @@ def renamed(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     weights = dict(tensors)
     mlp = "layers.0.mlp"
     for suffix in ("", ".weight"):
-        if (gate_up := weights.pop(f"{mlp}.experts.gate_up_proj{suffix}", None)) is None:
+        if (
+            gate_up := weights.pop(f"{mlp}.experts.gate_up_proj{suffix}", None)
+        ) is None:
             continue
         gate, up = mx.split(gate_up, 2, axis=-2)
         weights[f"{mlp}.switch_mlp.gate_proj.weight"] = gate

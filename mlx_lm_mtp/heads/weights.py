@@ -127,8 +127,9 @@ def _norm_encoding(
     MLX's own format marks shifted norms, and so does a trunk whose convolutions are
     in MLX's layout, since stock shifts and transposes together; but only a trunk of
     the same format speaks for the head, which may have been put beside a conversion.
-    Without either, the q/k norms tell: near 0.75 when raw, above 1.7 when shifted (on released Qwen3.5
-    heads). Norms around the projection do not: theirs are below 0.5 in both.
+    Without either, the q/k norms tell: near 0.75 when raw, above 1.7 when shifted (on
+    released Qwen3.5 heads). Norms around the projection do not: theirs are below 0.5
+    in both.
     """
     if formats == {"mlx"}:
         return False, "safetensors format: mlx"

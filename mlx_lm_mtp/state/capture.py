@@ -157,7 +157,7 @@ def _fits(layer: LayerRecord, cache: ArraysCache, slot: int) -> bool:
     return len(layer.conv_inputs) == slot and all(
         rows.shape[1] - layer.width == window.shape[1]
         and rows.shape[2] == window.shape[2]
-        for rows, window in zip(layer.conv_inputs, windows)
+        for rows, window in zip(layer.conv_inputs, windows, strict=True)
     )
 
 

@@ -19,9 +19,7 @@ import mlx.nn as nn
 
 def latent_attentions(model: nn.Module) -> list[nn.Module]:
     """The MLA layers of a model, known by the latent projection that they absorb."""
-    return [
-        m for m in model.modules() if hasattr(m, "kv_lora_rank") and "embed_q" in m
-    ]
+    return [m for m in model.modules() if hasattr(m, "kv_lora_rank") and "embed_q" in m]
 
 
 @contextlib.contextmanager
@@ -29,11 +27,11 @@ def rowwise(attentions: Sequence[nn.Module]) -> Iterator[None]:
     """Let these layers run token by token while the context lasts."""
     stock = [type(attention) for attention in attentions]
     try:
-        for attention, cls in zip(attentions, stock):
+        for attention, cls in zip(attentions, stock, strict=True):
             attention.__class__ = _by_rows(cls)
         yield
     finally:
-        for attention, cls in zip(attentions, stock):
+        for attention, cls in zip(attentions, stock, strict=True):
             attention.__class__ = cls
 
 

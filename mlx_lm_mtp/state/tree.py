@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from . import commit
 
@@ -55,9 +56,8 @@ def commit_tree_row(
 
 def _batch(cache: Any) -> int | None:
     """The batch size of a cache; None if it is empty."""
-    sizes: list[int] = []
-    _map_arrays(cache, lambda x: (sizes.append(x.shape[0]), x)[1])
-    return max(sizes, default=None)
+    arrays = [x for _, x in tree_flatten(cache.state) if isinstance(x, mx.array)]
+    return max((x.shape[0] for x in arrays), default=None)
 
 
 def _map_arrays(cache: Any, fn: ArrayMap) -> None:
