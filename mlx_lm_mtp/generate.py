@@ -28,7 +28,8 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from .accept import AtOnce, History, Judge, OneByOne, is_pure
 from .drafters.base import Drafter, checked_tokens
 from .options import DraftOptions
-from .state.commit import Verified, width_limit
+from .state.limits import width_limit
+from .state.verified import Verified
 from .stats import DraftStats
 from .target import Target
 from .verify import Verifier

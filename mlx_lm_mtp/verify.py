@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from .state.capture import Recording
-from .state.commit import (
+from .state.verified import (
     Replayable,
     Stepped,
     Verified,

@@ -15,7 +15,7 @@ from mlx_lm_mtp import generate
 from mlx_lm_mtp.accept import AtOnce, OneByOne
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.generate import _Loop
-from mlx_lm_mtp.state import capture, commit, snapshot
+from mlx_lm_mtp.state import capture, commit, snapshot, verified
 from mlx_lm_mtp.state.capture import LayerRecord
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -59,23 +59,23 @@ def _keep_untrimmed(stock: Any) -> Any:
     return keep
 
 
-kv_not_trimmed = replaced(commit, "_keep", _keep_untrimmed)
+kv_not_trimmed = replaced(commit, "keep", _keep_untrimmed)
 one_input_too_many_kept = replaced(
     commit,
-    "_keep",
+    "keep",
     lambda stock: (
         lambda caches, records, kept, n: stock(caches, records, kept, min(n + 1, kept))
     ),
 )
 one_input_too_few_kept = replaced(
     commit,
-    "_keep",
+    "keep",
     lambda stock: (
         lambda caches, records, kept, n: stock(caches, records, kept, max(n - 1, 0))
     ),
 )
 stepped_to_the_snapshot_before = replaced(
-    commit.Stepped, "_keep", lambda stock: lambda self, n: stock(self, max(n - 1, 0))
+    verified.Stepped, "_keep", lambda stock: lambda self, n: stock(self, max(n - 1, 0))
 )
 
 
@@ -87,7 +87,7 @@ def _replay_one_short(stock: Any) -> Any:
     return keep
 
 
-replayed_one_input_short = replaced(commit.Replayable, "_keep", _replay_one_short)
+replayed_one_input_short = replaced(verified.Replayable, "_keep", _replay_one_short)
 
 
 def _by_reference(stock: Any) -> Any:

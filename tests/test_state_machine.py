@@ -30,7 +30,7 @@ from oracle import differences
 from tiny import VOCAB, Spec
 
 import mlx_lm_mtp
-from mlx_lm_mtp.state.commit import Verified
+from mlx_lm_mtp.state.verified import Verified
 from mlx_lm_mtp.stats import DraftStats
 from mlx_lm_mtp.target import Target
 from mlx_lm_mtp.verify import Verifier

@@ -4,26 +4,20 @@ Attention caches are trimmed, gated-delta caches take the state that
 :mod:`~mlx_lm_mtp.state.capture` recorded, and what can do neither is put back from a
 snapshot, after which the accepted prefix is fed once more.
 
-The functions with the long names are the public ones; the round loop uses the classes
-below them, one for each way in which a verify can be taken back.
+These functions work on stock caches, by themselves; the round loop goes through
+:mod:`~mlx_lm_mtp.state.verified`, which is built on the same parts.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import (
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache
 
-from ..errors import CommitError
 from . import capture
-from .snapshot import Snapshot, restore, snapshot
+from .snapshot import Snapshot, restore
 
 # Per cache what was recorded of its layer; None for a cache that is trimmed.
 Records = list[capture.LayerRecord | None]
@@ -31,9 +25,6 @@ Records = list[capture.LayerRecord | None]
 _recordings: weakref.WeakKeyDictionary[Any, capture.Recording] = (
     weakref.WeakKeyDictionary()
 )
-
-
-# --- public functions on stock caches ---------------------------------------------
 
 
 def begin_speculative_checkpoints(caches: Sequence[Any]) -> None:
@@ -63,14 +54,14 @@ def commit_verified_prefix(
     """
     _check(verified_len, accepted_len)
     recording = _end_recording(caches)
-    records = _records(caches, recording, verified_len)
+    records = records_of(caches, recording, verified_len)
     if accepted_len == verified_len:
-        _cut_fronts(caches)
+        cut_fronts(caches)
         return True
     if records is None:
         return False
-    _keep(caches, records, verified_len, accepted_len)
-    _cut_fronts(caches)
+    keep(caches, records, verified_len, accepted_len)
+    cut_fronts(caches)
     return True
 
 
@@ -97,129 +88,7 @@ def commit_verified_snapshot(
     return True
 
 
-# --- what the round loop uses -----------------------------------------------------
-
-
-class Verified:
-    """The caches after a verify of `width` inputs; `commit` keeps a prefix of them.
-
-    This base keeps everything: it is what a single input in caches that cannot go back
-    gets. (Stock, too, has fed one token more than it has yielded when its sampler
-    raises.)
-    """
-
-    def __init__(self, caches: Sequence[Any], width: int) -> None:
-        self.caches = caches
-        self.kept = width
-
-    def commit(self, n: int) -> None:
-        """Make the caches hold the first n inputs, 0 <= n <= those kept now."""
-        if n != self.kept:
-            self._keep(n)
-            self.kept = n
-        _cut_fronts(self.caches)
-
-    def _keep(self, n: int) -> None:
-        """Go from `kept` inputs back to n."""
-
-
-class Captured(Verified):
-    """Every cache is trimmable or was recorded: no snapshot, no second forward."""
-
-    def __init__(self, caches: Sequence[Any], width: int, records: Records) -> None:
-        super().__init__(caches, width)
-        self._records = records
-
-    def _keep(self, n: int) -> None:
-        _keep(self.caches, self._records, self.kept, n)
-
-
-def captured(
-    caches: Sequence[Any], width: int, recording: capture.Recording
-) -> Verified:
-    """What a recorded forward over `width` inputs left, ready to be committed.
-
-    Raises:
-        CommitError: If several inputs were fed and a cache can neither be trimmed nor
-            committed, although it could when generation began.
-    """
-    records = _records(caches, recording, width)
-    if records is not None:
-        return Captured(caches, width, records)
-    if width == 1:  # a rotating cache has wrapped since
-        return Verified(caches, width)
-    raise CommitError(
-        "a cache could be committed when generation began, and no longer can: "
-        f"{_names(caches)}. Please report it; the draft option verify=step avoids it."
-    )
-
-
-class Stepped(Verified):
-    """Inputs were fed one by one, with a snapshot before each.
-
-    Args:
-        snapshots: For i in 0..width-1 what :func:`light_snapshot` gave before input i.
-    """
-
-    def __init__(
-        self, caches: Sequence[Any], snapshots: list[list[Snapshot | None]]
-    ) -> None:
-        super().__init__(caches, len(snapshots))
-        self._snapshots = snapshots
-
-    def _keep(self, n: int) -> None:
-        light_restore(self.caches, self._snapshots[n], self.kept - n)
-
-
-class Replayable(Verified):
-    """A snapshot was taken before; the kept prefix is fed again through the model."""
-
-    def __init__(
-        self,
-        caches: Sequence[Any],
-        width: int,
-        before: list[Snapshot | None],
-        replay: Callable[[int], None],
-    ) -> None:
-        super().__init__(caches, width)
-        self._before = before
-        self._replay = replay
-
-    def _keep(self, n: int) -> None:
-        light_restore(self.caches, self._before, self.kept)
-        if n:
-            self._replay(n)
-
-
-def light_snapshot(caches: Sequence[Any]) -> list[Snapshot | None]:
-    """A snapshot of what cannot be trimmed later, and None for what can.
-
-    Copying a trimmable cache would cost a copy of the whole context at the next
-    write; trimming it costs nothing. A rotating cache may stop being trimmable.
-    """
-    return [
-        None if c.is_trimmable() and not _rings([c]) else snapshot([c])[0]
-        for c in caches
-    ]
-
-
-def light_restore(
-    caches: Sequence[Any], saved: Sequence[Snapshot | None], trim: int
-) -> None:
-    """Put back a :func:`light_snapshot` taken `trim` tokens ago."""
-    for cache, before in zip(caches, saved, strict=True):
-        if before is None:
-            _trim(cache, trim)
-        else:
-            restore([cache], [before])
-
-
-def can_commit(caches: Sequence[Any], recording: capture.Recording) -> bool:
-    """Whether any prefix can be kept, judged by a forward that was just recorded."""
-    return all(
-        cache.is_trimmable() or recording.layer_of(cache) is not None
-        for cache in flat(caches)
-    )
+# --- the parts --------------------------------------------------------------------
 
 
 def flat(caches: Sequence[Any]) -> list[Any]:
@@ -231,43 +100,7 @@ def flat(caches: Sequence[Any]) -> list[Any]:
     ]
 
 
-# --- limits -----------------------------------------------------------------------
-
-FULL_RING = "a rotating cache is full"
-QUANTIZES = "the KV cache is about to be quantised"
-
-
-def width_limit(
-    caches: Sequence[Any], *, quantized_kv_start: int | None, one_forward: bool
-) -> tuple[int | None, str]:
-    """How many inputs a verify may feed, and why not more; None is no limit.
-
-    A rotating cache that has wrapped holds its keys in another order than a forward
-    of several tokens would read them in, so its sums, and then its tokens, could
-    differ from stock's; and it cannot be trimmed. Fed one by one, tokens are no
-    trouble. A KV cache is quantised by stock after the token that takes it to
-    `quantized_kv_start`, so no round runs past it.
-    """
-    rings = _rings(caches) if one_forward else []
-    limits = [(ring.max_size - ring.offset - 1, FULL_RING) for ring in rings]
-    if quantized_kv_start is not None:
-        limits += [
-            (quantized_kv_start - c.offset, QUANTIZES)
-            for c in caches
-            if hasattr(c, "to_quantized") and not isinstance(c, QuantizedKVCache)
-        ]
-    limit, reason = min(limits, default=(None, ""))
-    return (limit if limit is None else max(limit, 1)), reason
-
-
-def _rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
-    return [c for c in flat(caches) if isinstance(c, RotatingKVCache)]
-
-
-# --- shared -----------------------------------------------------------------------
-
-
-def _records(
+def records_of(
     caches: Sequence[Any], recording: capture.Recording, width: int
 ) -> Records | None:
     """For each flat cache None if trimmable, else its record; None if it lacks both."""
@@ -282,16 +115,18 @@ def _records(
     return records
 
 
-def _keep(caches: Sequence[Any], records: Records, kept: int, n: int) -> None:
+def keep(caches: Sequence[Any], records: Records, kept: int, n: int) -> None:
+    """Go from `kept` inputs of a recorded forward back to n."""
     for cache, record in zip(flat(caches), records, strict=True):
         if record is None:
-            _trim(cache, kept - n)
+            trim(cache, kept - n)
         else:
             capture.put(cache, record, n)
             cache.advance(n - kept)
 
 
-def _trim(cache: Any, n: int) -> None:
+def trim(cache: Any, n: int) -> None:
+    """Drop the last n tokens of a trimmable cache."""
     cache.trim(n)
     if isinstance(cache, ConcatenateKVCache):
         # Stock's trim moves the offset alone, and its next update appends to all rows.
@@ -299,7 +134,7 @@ def _trim(cache: Any, n: int) -> None:
         cache.values = cache.values[..., : cache.offset, :]
 
 
-def _cut_fronts(caches: Sequence[Any]) -> None:
+def cut_fronts(caches: Sequence[Any]) -> None:
     """Drop what stock drops from a chunked cache before it feeds each single token."""
     for cache in flat(caches):
         if isinstance(cache, ChunkedKVCache) and cache.keys is not None:
@@ -326,7 +161,3 @@ def _check(verified_len: int, accepted_len: int) -> None:
         raise ValueError(
             f"accepted_len is {accepted_len}, outside 0..{verified_len} (verified_len)."
         )
-
-
-def _names(caches: Sequence[Any]) -> str:
-    return ", ".join(sorted({type(cache).__name__ for cache in caches}))

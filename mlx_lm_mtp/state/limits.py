@@ -1,0 +1,41 @@
+"""How many inputs a verify may feed so that its arithmetic is that of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+
+from .commit import flat
+
+FULL_RING = "a rotating cache is full"
+QUANTIZES = "the KV cache is about to be quantised"
+
+
+def width_limit(
+    caches: Sequence[Any], *, quantized_kv_start: int | None, one_forward: bool
+) -> tuple[int | None, str]:
+    """How many inputs a verify may feed, and why not more; None is no limit.
+
+    A rotating cache that has wrapped holds its keys in another order than a forward
+    of several tokens would read them in, so its sums, and then its tokens, could
+    differ from stock's; and it cannot be trimmed. Fed one by one, tokens are no
+    trouble. A KV cache is quantised by stock after the token that takes it to
+    `quantized_kv_start`, so no round runs past it.
+    """
+    turning = rings(caches) if one_forward else []
+    limits = [(ring.max_size - ring.offset - 1, FULL_RING) for ring in turning]
+    if quantized_kv_start is not None:
+        limits += [
+            (quantized_kv_start - c.offset, QUANTIZES)
+            for c in caches
+            if hasattr(c, "to_quantized") and not isinstance(c, QuantizedKVCache)
+        ]
+    limit, reason = min(limits, default=(None, ""))
+    return (limit if limit is None else max(limit, 1)), reason
+
+
+def rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
+    """The rotating caches among these, nested ones included."""
+    return [c for c in flat(caches) if isinstance(c, RotatingKVCache)]
