@@ -15,6 +15,7 @@ same questions about position i of a verify (the row that follows input i):
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -52,8 +53,8 @@ def is_pure(sampler: Sampler) -> bool:
 
     True of the samplers that stock makes; a callable of the user's may keep any state.
     """
-    made_by_stock = getattr(sampler, "__module__", None) == sample_utils.__name__
-    return sampler is greedy_sampler or made_by_stock
+    # Its globals cannot be borrowed, as a name can.
+    return getattr(sampler, "__globals__", None) is vars(sample_utils)
 
 
 def log_probabilities(logits: mx.array) -> mx.array:
@@ -77,13 +78,15 @@ class AtOnce:
     def __init__(self, logits: mx.array, drafts: mx.array, sampler: Sampler) -> None:
         self._logprobs = log_probabilities(logits[0])
         self._drafts = drafts[0]
+        self._thread = threading.get_ident()
         self._states: list[mx.array] = []
         self._read: tuple[list[int], list[int]] | None = None
         if sampler is greedy_sampler:
             self._chosen = sampler(self._logprobs)
         else:
             self._chosen = self._sample(sampler)
-        mx.async_eval(self._chosen, self._drafts, *self._states)
+        self._rows = [self._logprobs[i] for i in range(logits.shape[1])]
+        mx.async_eval(self._chosen, self._drafts, self._rows, self._states)
 
     def _sample(self, sampler: Sampler) -> mx.array:
         chosen = []
@@ -111,11 +114,12 @@ class AtOnce:
 
     def logprobs(self, i: int) -> mx.array:
         """See :class:`Judge`."""
-        return self._logprobs[i]
+        return self._rows[i]
 
     def settle(self, kept: int) -> None:
         """See :class:`Judge`."""
-        if self._states and kept + 1 < len(self._states):
+        elsewhere = threading.get_ident() != self._thread  # it has a state of its own
+        if kept + 1 < len(self._states) and not elsewhere:
             random_state.put_back(self._states[kept])
 
     def _values(self) -> tuple[list[int], list[int]]:
@@ -177,9 +181,9 @@ class OneByOne:
                 logits = processor(self._history.tokens, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         chosen = self._sampler(logprobs)
-        mx.async_eval(chosen, self._drafts)
         self._fed.append(chosen)
         self._logprobs.append(logprobs.squeeze(0))
+        mx.async_eval(chosen, self._logprobs[-1], self._drafts)
 
     def token(self, i: int) -> int:
         """See :class:`Judge`."""

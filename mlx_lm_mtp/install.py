@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import _mlx_lm_mtp_boot as boot
 
-from . import origin, stock_api, stock_cli
+from . import origin, stock_api, stock_cli, wrapping
 from .errors import UnsupportedVersion
 
 Wrapper = Callable[[Any], Any]
@@ -32,22 +31,8 @@ _WRAPPERS: dict[str, dict[str, Wrapper]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Patch:
-    """One name of one module: what stock has there, and what we put there."""
-
-    owner: ModuleType
-    name: str
-    stock: Any
-    ours: Any
-
-    def undo(self) -> None:
-        """Put stock's object back, unless somebody has replaced ours."""
-        if getattr(self.owner, self.name, None) is self.ours:
-            setattr(self.owner, self.name, self.stock)
-
-
-_applied: list[_Patch] = []
+# What stock has, and what we put in its place.
+_applied: list[tuple[Any, Any]] = []
 
 
 def install() -> None:
@@ -67,10 +52,11 @@ def uninstall() -> None:
     """Undo :func:`install`: every patched name is the stock object again."""
     boot.disable()
     while _applied:
-        _applied.pop().undo()
-    capture = sys.modules.get(f"{__package__}.state.capture")
-    if capture is not None:
-        capture.uninstall()
+        stock, ours = _applied.pop()
+        # Modules that were imported since have copied the name: look for the object.
+        for owner, name in list(_holders(ours)):
+            setattr(owner, name, stock)
+    wrapping.unwrap_all()
 
 
 def patch(module: ModuleType) -> None:
@@ -83,16 +69,16 @@ def patch(module: ModuleType) -> None:
     _check_version()
     wrappers = _WRAPPERS.get(module.__name__, {})
     stock = {name: getattr(module, name) for name in wrappers}
-    ours = {id(patch.ours) for patch in _applied}
+    applied = {id(ours) for _, ours in _applied}
     for name, wrapper in wrappers.items():
-        if id(stock[name]) not in ours:
+        if id(stock[name]) not in applied:
             _replace(stock[name], wrapper(stock[name]))
 
 
 def _replace(stock: Any, ours: Any) -> None:
+    _applied.append((stock, ours))
     for owner, name in list(_holders(stock)):
         setattr(owner, name, ours)
-        _applied.append(_Patch(owner, name, stock, ours))
 
 
 def _holders(stock: Any) -> Iterator[tuple[ModuleType, str]]:

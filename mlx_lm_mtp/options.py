@@ -22,7 +22,7 @@ class DraftOptions:
     Args:
         num_draft_tokens: Tokens drafted in a round (k); 0 is plain decoding.
         verify: ``batch`` feeds the pending token and all drafts in one forward;
-            ``step`` feeds them one by one with a snapshot after each.
+            ``step`` feeds them one by one with a snapshot before each.
         hidden: Which hidden states the drafter is given, those after the
             target's final norm (``post_norm``) or before it (``pre_norm``).
 
@@ -49,7 +49,7 @@ class DraftOptions:
     ) -> DraftOptions:
         """Options from a dataclass or a mapping, with k put on top when given."""
         if not isinstance(options, DraftOptions):
-            options = cls(**_known(options or {}))
+            options = cls(**_known(options or {}, [f.name for f in fields(cls)]))
         if num_draft_tokens is None:
             return options
         return replace(options, num_draft_tokens=num_draft_tokens)
@@ -58,7 +58,7 @@ class DraftOptions:
     def parse(cls, assignments: Iterable[str]) -> dict[str, str]:
         """``name=value`` strings of the command line as a checked mapping."""
         pairs = dict(_split(text) for text in assignments)
-        cls(**_known(pairs))
+        cls(**_known(pairs, [f.name for f in fields(cls) if f.metadata]))
         return pairs
 
     @classmethod
@@ -88,8 +88,11 @@ def _check_choice(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         )
 
 
-def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    names = [f.name for f in fields(DraftOptions)]
+def _known(options: Any, names: list[str]) -> Mapping[str, Any]:
+    if not isinstance(options, Mapping):
+        raise InvalidOption(
+            f"draft_options is {options!r}; give a DraftOptions or a dict of options."
+        )
     for name in options:
         if name not in names:
             raise InvalidOption(
@@ -100,9 +103,9 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _split(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
-    if not equals or name == "num_draft_tokens":
+    if not equals:
         raise InvalidOption(
             f"--draft-option takes name=value, got {text!r}; the options are: "
-            f"{DraftOptions.describe()}. The number of drafts is --num-draft-tokens."
+            f"{DraftOptions.describe()}."
         )
     return name.strip(), value.strip()

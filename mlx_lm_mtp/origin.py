@@ -5,6 +5,7 @@ Nothing is written on the model itself: facts are kept beside it and go when it 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ def path_of(model: Any) -> Path | None:
 def remembering(load_model: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap stock's `load_model` so that the directory is remembered."""
 
+    @functools.wraps(load_model)
     def load(model_path: Path, *args: Any, **kwargs: Any) -> Any:
         model, config = load_model(model_path, *args, **kwargs)
         _paths[model] = Path(model_path).absolute()

@@ -177,8 +177,9 @@ def _responses(stock_responses: Any, request: DraftRequest) -> Any:
 
 def _by_name(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """All arguments of a call of stock's, by name."""
-    arguments = inspect.signature(stock).bind(*args, **kwargs).arguments
-    return arguments | arguments.pop("kwargs", {})
+    arguments = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+    more = arguments.pop("kwargs", {})
+    return arguments | more
 
 
 def _check_unused(**arguments: Any) -> None:
@@ -223,6 +224,10 @@ def _resolve(
 
 
 def _checked(drafter: Any, what: str) -> Drafter:
+    if isinstance(drafter, type):
+        raise InvalidOption(
+            f"{what} is the class {drafter.__name__}; give an instance."
+        )
     missing = [m for m in _METHODS if not callable(getattr(drafter, m, None))]
     missing += [a for a in ("name", "needs_hidden") if not hasattr(drafter, a)]
     if missing:

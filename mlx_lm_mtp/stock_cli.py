@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from .errors import DraftError, HeadUnreadable, InvalidOption
+from .errors import DraftError, HeadUnreadable, InvalidOption, UnknownDrafter
 from .options import DraftOptions
 
 # What was parsed, while a `main()` runs.
@@ -80,7 +80,8 @@ def _reason(error: Exception) -> str | None:
             "the head belongs to."
         )
     try:
-        check_readable(Path(model or ""))
+        if model is not None and Path(model).is_dir():
+            check_readable(Path(model))
     except HeadUnreadable as unreadable:
         return str(unreadable)
     return None
@@ -142,7 +143,15 @@ def _check(args: argparse.Namespace) -> None:
             f"{'--mtp' if args.draft == 'mtp' else '--draft ' + args.draft}; "
             "choose one way of drafting."
         )
+    if getattr(args, "image", ()):
+        raise InvalidOption(
+            "--image cannot go with --mtp or --draft: prompts with images are not "
+            "drafted for; leave out one of them."
+        )
     from .plugins import drafters
 
-    drafters()[args.draft]
+    try:
+        drafters()[args.draft]
+    except UnknownDrafter as error:
+        raise UnknownDrafter(f"{error} (A draft model is --draft-model.)") from None
     DraftOptions.of(DraftOptions.parse(args.draft_option), args.num_draft_tokens)

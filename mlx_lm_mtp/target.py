@@ -7,7 +7,8 @@ states are noted down as they pass through the final norm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .errors import DrafterError
+from .origin import ByModel
 from .state.rowwise import latent_attentions, rowwise
+from .wrapping import wrap
 
+_latent: ByModel[frozenset[type[nn.Module]]] = ByModel()
 _NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "out_norm")
 
 
@@ -49,7 +53,9 @@ class Target:
         self.model = model
         self._hidden = hidden
         self._norm = None if hidden is None else _final_norm(model)
-        self._latent = latent_attentions(model)
+        self._latent = _latent.get(model)
+        if self._latent is None:
+            self._latent = _latent[model] = latent_attentions(model)
 
     def __call__(
         self, tokens: mx.array, caches: Sequence[Any], *, verify: bool = False
@@ -60,41 +66,41 @@ class Target:
                 stack.enter_context(rowwise(self._latent))
             tap = stack.enter_context(_tapped(self._norm))
             logits = self.model(tokens, cache=caches)
-        return Forward(logits, getattr(tap, self._hidden) if self._hidden else None)
+            return Forward(logits, getattr(tap, self._hidden) if self._hidden else None)
 
 
-@dataclass
-class _Tap:
+class _Tap(threading.local):
+    """What went through one norm in this thread."""
+
+    norm: nn.Module | None = None
     pre_norm: mx.array | None = None
     post_norm: mx.array | None = None
 
 
+_tap = _Tap()
+
+
 @contextmanager
 def _tapped(norm: nn.Module | None) -> Iterator[_Tap]:
-    """Note down what goes through a norm while the context lasts."""
-    tap = _Tap()
-    if norm is None:
-        yield tap
-        return
-    stock = type(norm)
-    norm.__class__ = _tapping(stock)
-    object.__setattr__(norm, "_tap", tap)
+    """Note down what goes through a norm, in this thread, while the context lasts."""
+    if norm is not None:
+        wrap(type(norm), "__call__", _noting)
+    _tap.norm, _tap.pre_norm, _tap.post_norm = norm, None, None
     try:
-        yield tap
+        yield _tap
     finally:
-        norm.__class__ = stock
-        object.__delattr__(norm, "_tap")
+        _tap.norm = None
 
 
-@functools.cache
-def _tapping(cls: type[nn.Module]) -> type[nn.Module]:
-    class Tapping(cls):  # type: ignore[misc,valid-type]
-        def __call__(self, x: mx.array) -> mx.array:
-            y = cls.__call__(self, x)
-            self._tap.pre_norm, self._tap.post_norm = x, y
-            return y
+def _noting(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @functools.wraps(stock)
+    def call(self: nn.Module, x: mx.array) -> mx.array:
+        y = stock(self, x)
+        if _tap.norm is self:
+            _tap.pre_norm, _tap.post_norm = x, y
+        return y
 
-    return Tapping
+    return call
 
 
 def text_model(model: nn.Module) -> Any:

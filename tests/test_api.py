@@ -225,6 +225,13 @@ class TestBadInput:
     def test_no_drafter_at_all(self, loaded: Any) -> None:
         assert "lacks begin" in self.refused(loaded, draft=3)
 
+    def test_a_class_instead_of_a_drafter(self, loaded: Any) -> None:
+        assert "class Scripted; give" in self.refused(loaded, draft=Scripted)
+
+    def test_options_that_are_none(self, loaded: Any) -> None:
+        said = self.refused(loaded, draft="mtp", draft_options="verify=step")
+        assert "draft_options is 'verify=step'" in said
+
     def test_unknown_option(self, loaded: Any) -> None:
         said = self.refused(loaded, draft="mtp", draft_options={"depth": 3})
         assert "'depth'" in said and "verify" in said

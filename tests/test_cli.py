@@ -101,6 +101,8 @@ def test_without_mtp_nothing_of_ours_is_said_or_loaded(
     ("arguments", "said"),
     [
         (("--draft", "medusa"), "unknown drafter 'medusa'; the known ones are: "),
+        (("--draft", "some/model"), "A draft model is --draft-model."),
+        (("--mtp", "--image", "x.png"), "--image cannot go with --mtp"),
         (("--mtp", "--num-draft-tokens", "-1"), "num_draft_tokens must be an integer"),
         (("--mtp", "--draft-model", "x"), "--draft-model x cannot go with --mtp"),
         (("--mtp", "--draft", "mtp"), "not allowed with argument --mtp"),

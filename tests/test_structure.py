@@ -17,7 +17,7 @@ ROOT = Path(mlx_lm_mtp.__file__).parent
 
 # A module imports only from those above it. What a line has in common is a layer.
 LAYERS = [
-    {"_version", "errors", "random_state"},
+    {"_version", "errors", "random_state", "wrapping"},
     {"options", "stats", "origin"},
     {"state.snapshot", "state.capture", "state.rowwise"},
     {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
@@ -38,7 +38,16 @@ LAYERS = [
     {"cli"},
 ]
 # Imported while mlx_lm is being imported, before anybody has asked for drafts.
-START = {"install", "stock_api", "stock_cli", "origin", "errors", "options", "stats"}
+START = {
+    "install",
+    "stock_api",
+    "stock_cli",
+    "origin",
+    "errors",
+    "options",
+    "stats",
+    "wrapping",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -103,6 +112,31 @@ def test_install_stays_a_function_whatever_is_imported() -> None:
     code = (
         "from mlx_lm_mtp.install import patch; import mlx_lm_mtp.install, mlx_lm_mtp;"
         "assert callable(mlx_lm_mtp.install)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("when", ["before mlx_lm", "after mlx_lm"])
+def test_uninstalling_undoes_copies_that_were_made_since(when: str) -> None:
+    """Also of the wrappers: the package itself copies them while it is imported."""
+    imports = ["import mlx_lm", "import mlx_lm_mtp; mlx_lm_mtp.install()"]
+    code = "\n".join(
+        [
+            *(imports if when == "after mlx_lm" else imports[::-1]),
+            "import mlx_lm.chat, mlx_lm.utils, sys",
+            "names = ('generate', 'stream_generate', 'main', 'setup_arg_parser')",
+            "module = sys.modules['mlx_lm.generate']",
+            "stock = [getattr(module, n).__wrapped__ for n in names]",
+            "for _ in range(2):",
+            "    assert mlx_lm.stream_generate is module.stream_generate",
+            "    assert mlx_lm.stream_generate is not stock[1]",
+            "    assert mlx_lm.utils.load_model.__name__ == 'load_model'",
+            "    mlx_lm_mtp.uninstall(); mlx_lm_mtp.uninstall()",
+            "    assert [getattr(module, n) for n in names] == stock",
+            "    copies = (mlx_lm, sys.modules['mlx_lm.chat'])",
+            "    assert {m.stream_generate for m in copies} == {stock[1]}",
+            "    mlx_lm_mtp.install()",
+        ]
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -43,7 +43,14 @@ class Proposal:
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Proposal:
-        """A proposal from plain integers."""
+        """A proposal from plain integers.
+
+        Raises:
+            DrafterError: If one is negative or beyond 32 bits.
+        """
+        for token in tokens:
+            if not 0 <= token < 2**32:
+                raise DrafterError(f"{token} was proposed, which is no token id.")
         return cls(mx.array(list(tokens), dtype=mx.uint32)[None])
 
 

@@ -53,7 +53,7 @@ class MTPDrafter:
         self._note(tokens, hidden)
         if self._tokens is not None and self._tokens.shape[1]:
             self._feed()
-            mx.eval(self.cache.state)
+            mx.eval(self.cache.state, self._hidden)
 
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Note the pairs down; the next draft feeds them in the same forward."""
@@ -88,7 +88,9 @@ class MTPDrafter:
         """Feed all pairs whose token is known, `(1, T)`; gives `(1, T, H)`."""
         assert self._tokens is not None and self._hidden is not None
         tokens, pairs = self._tokens, self._tokens.shape[1]
-        known, self._hidden = self._hidden[:, :pairs], self._hidden[:, pairs:]
+        known = self._hidden[:, :pairs]
+        # Contiguous, for a view would keep all of a long chunk alive.
+        self._hidden = mx.contiguous(self._hidden[:, pairs:])
         self._tokens = tokens[:, pairs:]
         return self.head(tokens, known, self.cache)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -35,7 +36,10 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import ArraysCache
 
+from ..wrapping import wrap
+
 Arrays = tuple[mx.array, mx.array]
+_MOST_CONVOLUTIONS = 8  # in one layer; three are the most that there are
 
 
 class _PerThread(threading.local):
@@ -84,12 +88,13 @@ class Recording:
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerRecord] = {}  # by the identity of `final`
-        self._conv_inputs: list[mx.array] = []
+        # Bounded, for a convolution of another kind is never asked after.
+        self._conv_inputs: deque[mx.array] = deque(maxlen=_MOST_CONVOLUTIONS)
         self._open: LayerRecord | None = None
         self._ended = False
 
     def __enter__(self) -> Recording:
-        install()
+        _see_through()
         _thread.recording = self
         return self
 
@@ -117,11 +122,8 @@ class Recording:
         """The record of the layer that filled this cache; None if there is none."""
         if not isinstance(cache, ArraysCache) or cache.lengths is not None:
             return None
-        for slot, array in enumerate(cache.cache):
-            layer = self.layers.get(id(array))
-            if layer is not None and _fits(layer, cache, slot):
-                return layer
-        return None
+        layer = self.layers.get(id(cache.cache[-1]))  # the windows come before it
+        return layer if layer is not None and _fits(layer, cache) else None
 
     def conv(self, conv_input: mx.array) -> None:
         """A convolution is about to run on this input."""
@@ -140,8 +142,9 @@ class Recording:
         replay: Callable[[int], mx.array],
     ) -> Arrays:
         """Run a layer's recurrence, and keep what leads to each of its states."""
-        layer = LayerRecord(width, before, replay, self._conv_inputs)
-        self._conv_inputs, self._open = [], layer
+        layer = LayerRecord(width, before, replay, list(self._conv_inputs))
+        self._conv_inputs.clear()
+        self._open = layer
         try:
             y, layer.final = run()
         finally:
@@ -151,10 +154,10 @@ class Recording:
         return y, layer.final
 
 
-def _fits(layer: LayerRecord, cache: ArraysCache, slot: int) -> bool:
+def _fits(layer: LayerRecord, cache: ArraysCache) -> bool:
     """Whether the convolutions recorded are the ones whose windows are in the cache."""
-    windows = cache.cache[:slot]
-    return len(layer.conv_inputs) == slot and all(
+    windows = cache.cache[:-1]
+    return len(layer.conv_inputs) == len(windows) and all(
         rows.shape[1] - layer.width == window.shape[1]
         and rows.shape[2] == window.shape[2]
         for rows, window in zip(layer.conv_inputs, windows, strict=True)
@@ -269,24 +272,9 @@ _WRAPPERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (ssm, "ssm_update_kernel", _state_space),
     (nn.Conv1d, "__call__", _conv),
 ]
-_stock: list[tuple[Any, str, Any]] = []
-_lock = threading.Lock()
 
 
-def install() -> None:
-    """Put the wrappers in place (once); they cost nothing until a thread records."""
-    with _lock:
-        if _stock:
-            return
-        for owner, name, wrapper in _WRAPPERS:
-            stock = vars(owner).get(name)
-            if stock is not None:
-                _stock.append((owner, name, stock))
-                setattr(owner, name, wrapper(stock))
-
-
-def uninstall() -> None:
-    """Put the stock objects back."""
-    with _lock:
-        while _stock:
-            setattr(*_stock.pop())
+def _see_through() -> None:
+    """Put the wrappers in place; they do nothing until a thread records."""
+    for owner, name, wrapper in _WRAPPERS:
+        wrap(owner, name, wrapper)

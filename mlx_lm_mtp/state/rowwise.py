@@ -10,41 +10,51 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..wrapping import wrap
 
-def latent_attentions(model: nn.Module) -> list[nn.Module]:
-    """The MLA layers of a model, known by the latent projection that they absorb."""
-    return [m for m in model.modules() if hasattr(m, "kv_lora_rank") and "embed_q" in m]
+
+class _PerThread(threading.local):
+    active = False
+
+
+_thread = _PerThread()
+
+
+def latent_attentions(model: nn.Module) -> frozenset[type[nn.Module]]:
+    """The classes of a model's MLA layers, known by the projection they absorb."""
+    return frozenset(
+        type(m)
+        for m in model.modules()
+        if hasattr(m, "kv_lora_rank") and "embed_q" in m
+    )
 
 
 @contextlib.contextmanager
-def rowwise(attentions: Sequence[nn.Module]) -> Iterator[None]:
-    """Let these layers run token by token while the context lasts."""
-    stock = [type(attention) for attention in attentions]
+def rowwise(attentions: Iterable[type[nn.Module]]) -> Iterator[None]:
+    """Let layers of these classes run token by token, in this thread, for a while."""
+    for attention in attentions:
+        wrap(attention, "__call__", _by_rows)
+    _thread.active = True
     try:
-        for attention, cls in zip(attentions, stock, strict=True):
-            attention.__class__ = _by_rows(cls)
         yield
     finally:
-        for attention, cls in zip(attentions, stock, strict=True):
-            attention.__class__ = cls
+        _thread.active = False
 
 
-@functools.cache
-def _by_rows(cls: type[nn.Module]) -> type[nn.Module]:
-    class ByRows(cls):  # type: ignore[misc,valid-type]
-        def __call__(
-            self, x: mx.array, mask: Any = None, cache: Any = None
-        ) -> mx.array:
-            # One token sees all that is cached, so it needs no mask.
-            rows = mx.split(x, x.shape[1], axis=1)
-            return mx.concatenate(
-                [cls.__call__(self, row, None, cache) for row in rows], axis=1
-            )
+def _by_rows(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    @functools.wraps(stock)
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if not _thread.active:
+            return stock(self, x, mask, cache)
+        # One token sees all that is cached, so it needs no mask.
+        rows = mx.split(x, x.shape[1], axis=1)
+        return mx.concatenate([stock(self, row, None, cache) for row in rows], axis=1)
 
-    return ByRows
+    return call
