@@ -1,6 +1,6 @@
 """Stock and drafted decoding side by side, in one process, on one checkpoint.
 
-    python examples/benchmark.py [--model PATH] [--tokens N] [--repeat N] [--json FILE]
+    python examples/benchmark.py [--model PATH] [--tokens N] [--temp T] [--json FILE]
 
 Every prompt is decoded by stock and with each k in turn, `repeat` times over, so that a
 slow moment of the machine falls on all of them. Reported are medians; a ratio below
@@ -23,6 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_lm_mtp import DraftStats, install
 
@@ -67,14 +68,15 @@ class Row:
 
 
 def decode(
-    model: Any, tokenizer: Any, prompt: str, max_tokens: int, **draft: Any
+    model: Any, tokenizer: Any, prompt: str, max_tokens: int, **more: Any
 ) -> tuple[list[int], float]:
     """Tokens, and tokens per second over the whole call."""
+    mx.random.seed(0)
     start = time.perf_counter()
     tokens = [
         response.token
         for response in mlx_lm.stream_generate(
-            model, tokenizer, prompt, max_tokens=max_tokens, **draft
+            model, tokenizer, prompt, max_tokens=max_tokens, **more
         )
     ]
     return tokens, len(tokens) / (time.perf_counter() - start)
@@ -87,13 +89,22 @@ def measure(
     stock_tps: list[float] = []
     tps: dict[int, list[float]] = {k: [] for k in args.k}
     stats: dict[int, DraftStats] = {}
+    sampler = make_sampler(args.temp)
     for _ in range(args.repeat):
-        truth, speed = decode(model, tokenizer, prompt, args.tokens)
+        truth, speed = decode(model, tokenizer, prompt, args.tokens, sampler=sampler)
         stock_tps.append(speed)
         for k in args.k:
             stats[k] = DraftStats()
-            draft = {"draft": "mtp", "num_draft_tokens": k, "draft_stats": stats[k]}
-            tokens, speed = decode(model, tokenizer, prompt, args.tokens, **draft)
+            tokens, speed = decode(
+                model,
+                tokenizer,
+                prompt,
+                args.tokens,
+                sampler=sampler,
+                draft="mtp",
+                num_draft_tokens=k,
+                draft_stats=stats[k],
+            )
             assert tokens == truth, f"{prompt!r}, k={k}: tokens differ from stock's"
             tps[k].append(speed)
     return [
@@ -121,7 +132,8 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
         f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm")
     )
     print(f"\n{platform.machine()}, {mx.default_device()}, {versions}; ", end="")
-    print(f"{args.tokens} tokens, greedy, median of {args.repeat}\n")
+    how = f"temperature {args.temp}" if args.temp else "greedy"
+    print(f"{args.tokens} tokens, {how}, median of {args.repeat}\n")
     print("| prompt | k | tokens a round | stock tok/s | drafted tok/s | ratio |")
     print("|---|---|---|---|---|---|")
     for row in rows:
@@ -147,6 +159,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--temp", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     args = parser.parse_args()
     model, tokenizer = mlx_lm.load(args.model)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
+
+from .errors import DraftError
 
 
 def generate() -> None:
     """`mlx_lm_mtp.generate`: stock's script, with the plugin turned on by hand."""
     from .install import install
 
-    install()
-    from mlx_lm.generate import main as stock_main
-
-    stock_main()
+    # Imported first, so that install() can tell which mlx-lm it is.
+    stock = importlib.import_module("mlx_lm.generate")
+    try:
+        install()
+    except DraftError as error:
+        sys.exit(f"mlx_lm_mtp.generate: error: {error}")
+    stock.main()
 
 
 def main() -> None:

@@ -17,6 +17,8 @@ from .errors import PluginError, UnknownDrafter
 if TYPE_CHECKING:
     from .drafters.base import DrafterFactory
 
+_OURS = "mlx-lm-mtp"
+
 
 @dataclass(frozen=True)
 class Registration:
@@ -46,7 +48,7 @@ class DrafterPlugins:
         for distribution, entry in _entry_points():
             try:
                 self.add(entry.load(), distribution.name, distribution.version)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 warnings.warn(
                     f"the mlx_lm_mtp plugin {entry.name!r} of {distribution.name} "
                     f"{distribution.version} is left out: {error}",
@@ -117,12 +119,18 @@ def _entry_points() -> Iterator[
     tuple[importlib.metadata.Distribution, importlib.metadata.EntryPoint]
 ]:
     seen = set()
-    for distribution in importlib.metadata.distributions():
+    # Ours come first, so that nobody takes the name of a built-in drafter.
+    distributions = sorted(importlib.metadata.distributions(), key=_is_foreign)
+    for distribution in distributions:
         for entry in distribution.entry_points:
             # An editable install may be listed twice.
             if entry.group == hookspecs.NAME and entry not in seen:
                 seen.add(entry)
                 yield distribution, entry
+
+
+def _is_foreign(distribution: importlib.metadata.Distribution) -> bool:
+    return distribution.name != _OURS
 
 
 @functools.cache

@@ -125,7 +125,7 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         )
         _check_arguments(arguments)
         drafter = _resolve(draft, model, tokenizer, options)
-        stats = _named(draft_stats or DraftStats(), draft, options)
+        stats = _named(draft_stats, draft, options)
         request = DraftRequest(drafter, options, stats)
         request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
         return _responses(stock(**arguments | {"draft_model": request}), request)
@@ -150,7 +150,9 @@ def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         kwargs = requested() | kwargs
         if kwargs.get("draft") is None:
             return stock(model, tokenizer, prompt, verbose, **kwargs)
-        stats = kwargs["draft_stats"] = kwargs.get("draft_stats") or DraftStats()
+        if kwargs.get("draft_stats") is None:
+            kwargs["draft_stats"] = DraftStats()
+        stats = kwargs["draft_stats"]
         text = stock(model, tokenizer, prompt, verbose, **kwargs)
         if verbose:
             print(stats.summary())
@@ -238,7 +240,12 @@ def _checked(drafter: Any, what: str) -> Drafter:
     return drafter
 
 
-def _named(stats: DraftStats, draft: Any, options: DraftOptions) -> DraftStats:
+def _named(stats: DraftStats | None, draft: Any, options: DraftOptions) -> DraftStats:
+    """The statistics object to be filled, with what is known beforehand."""
+    if stats is None:
+        stats = DraftStats()
+    if not isinstance(stats, DraftStats):
+        raise InvalidOption(f"draft_stats is {stats!r}; give a DraftStats.")
     stats.drafter = draft if isinstance(draft, str) else str(draft.name)
     stats.num_draft_tokens = options.num_draft_tokens
     stats.verify = options.verify

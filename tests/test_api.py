@@ -232,6 +232,11 @@ class TestBadInput:
         said = self.refused(loaded, draft="mtp", draft_options="verify=step")
         assert "draft_options is 'verify=step'" in said
 
+    @pytest.mark.parametrize("stats", [{}, {"a": 1}])
+    def test_statistics_that_are_none(self, loaded: Any, stats: Any) -> None:
+        said = self.refused(loaded, draft="mtp", draft_stats=stats)
+        assert "draft_stats" in said
+
     def test_unknown_option(self, loaded: Any) -> None:
         said = self.refused(loaded, draft="mtp", draft_options={"depth": 3})
         assert "'depth'" in said and "verify" in said

@@ -190,6 +190,18 @@ def test_our_own_script_is_stock_s(
     assert stop.value.code == 0 and "--mtp" in capsys.readouterr().out
 
 
+def test_our_own_script_refuses_an_unknown_mlx_lm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import mlx_lm_mtp
+
+    mlx_lm_mtp.uninstall()
+    monkeypatch.setattr("mlx_lm._version.__version__", "0.33.1")
+    monkeypatch.setattr(sys, "argv", ["mlx_lm_mtp.generate", "--mtp"])
+    with pytest.raises(SystemExit, match="mlx-lm 0.33.1 is installed, .* needs"):
+        cli.generate()
+
+
 def test_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ LAYERS = [
     {"stock_api"},
     {"install"},
     {"cli"},
+    {"__main__"},
 ]
 # Imported while mlx_lm is being imported, before anybody has asked for drafts.
 START = {
