@@ -238,6 +238,13 @@ def test_our_own_drafter_comes_through_the_group_like_any_other() -> None:
     assert (registration.provider, registration.version) == ("mlx-lm-mtp", __version__)
 
 
+def test_a_built_in_drafter_keeps_its_name(site: Site) -> None:
+    site.install("aaa-dist", GOOD.format(name="mtp"))
+    with pytest.warns(UserWarning, match="aaa-dist"):
+        host = loaded()
+    assert host["mtp"].provider == "mlx-lm-mtp"
+
+
 def test_without_its_entry_point_our_own_drafter_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,6 +256,7 @@ BROKEN = {
     "import": "import no_such_module_at_all",
     "syntax": "def (",
     "raising": "raise OSError('no such device')",
+    "exiting": "raise SystemExit('no such device')",
     "misspelt": GOOD.format(name="x").replace("_drafters", "_drafter"),
     "argument": GOOD.format(name="x").replace("register", "registry", 2),
     "taken": GOOD.format(name="mtp"),
