@@ -85,11 +85,11 @@ def _tapped(norm: nn.Module | None) -> Iterator[_Tap]:
     """Note down what goes through a norm, in this thread, while the context lasts."""
     if norm is not None:
         wrap(type(norm), "__call__", _noting)
-    _tap.norm, _tap.pre_norm, _tap.post_norm = norm, None, None
+    _tap.norm = norm
     try:
         yield _tap
     finally:
-        _tap.norm = None
+        _tap.norm = _tap.pre_norm = _tap.post_norm = None  # nothing is kept alive
 
 
 def _noting(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
