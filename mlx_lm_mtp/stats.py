@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -24,6 +25,7 @@ class DraftStats:
             could be neither trimmed nor committed.
         replayed_tokens: Tokens fed in those replays.
         undrafted: Reason -> rounds that could not draft for it.
+        accept_histogram: Number of accepted drafts -> rounds that accepted so many.
     """
 
     drafter: str = ""
@@ -35,12 +37,14 @@ class DraftStats:
     replays: int = 0
     replayed_tokens: int = 0
     undrafted: Counter[str] = field(default_factory=Counter)
+    accept_histogram: Counter[int] = field(default_factory=Counter)
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one round that drafted and accepted so many tokens."""
         self.rounds += 1
         self.drafted.update(range(drafted))
         self.accepted.update(range(accepted))
+        self.accept_histogram[accepted] += 1
 
     @property
     def acceptance_rate(self) -> float:
@@ -56,6 +60,32 @@ class DraftStats:
     def mean_acceptance_length(self) -> float:
         """1 + accepted / rounds: tokens a round, with the bonus or recovered one."""
         return 1 + _ratio(self.accepted.total(), self.rounds)
+
+    @property
+    def direct_commits(self) -> int:
+        """Rounds that needed no second forward."""
+        return self.rounds - self.replays
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and rates as JSON has them: histograms are lists from 0 on."""
+        return {
+            "drafter": self.drafter,
+            "num_draft_tokens": self.num_draft_tokens,
+            "verify": self.verify,
+            "rounds": self.rounds,
+            "drafted": self.drafted.total(),
+            "accepted": self.accepted.total(),
+            "drafted_per_position": _as_list(self.drafted),
+            "accepted_per_position": _as_list(self.accepted),
+            "accept_histogram": _as_list(self.accept_histogram),
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_per_position": self.acceptance_per_position,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "direct_commits": self.direct_commits,
+            "replays": self.replays,
+            "replayed_tokens": self.replayed_tokens,
+            "undrafted": dict(self.undrafted),
+        }
 
     def summary(self) -> str:
         """One line for people, as printed under the stock statistics."""
@@ -81,3 +111,7 @@ class DraftStats:
 
 def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def _as_list(counts: Counter[int]) -> list[int]:
+    return [counts[i] for i in range(max(counts, default=-1) + 1)]

@@ -145,7 +145,7 @@ def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         verbose: bool = False,
         **kwargs: Any,
     ) -> str:
-        from .stock_cli import requested
+        from .stock_cli import report, requested
 
         kwargs = requested() | kwargs
         if kwargs.get("draft") is None:
@@ -156,6 +156,7 @@ def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         text = stock(model, tokenizer, prompt, verbose, **kwargs)
         if verbose:
             print(stats.summary())
+        report(stats)
         return text
 
     return wrapper

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from typing import Any
 
 from .errors import DraftError, HeadUnreadable, InvalidOption, UnknownDrafter
 from .options import DraftOptions
+from .stats import DraftStats
 
 # What was parsed, while a `main()` runs.
 _arguments: ContextVar[argparse.Namespace | None] = ContextVar(
@@ -33,6 +35,20 @@ def requested() -> dict[str, Any]:
         "draft": args.draft,
         "draft_options": DraftOptions.parse(args.draft_option),
     }
+
+
+def report(stats: DraftStats) -> None:
+    """Write the statistics to the file that the running command line names."""
+    args = _arguments.get()
+    if args is None or args.draft is None or args.draft_stats is None:
+        return
+    try:
+        args.draft_stats.write_text(json.dumps(stats.to_dict(), indent=1) + "\n")
+    except OSError as error:
+        raise InvalidOption(
+            f"--draft-stats {args.draft_stats} cannot be written: {error.strerror}; "
+            "name a file in a folder that exists."
+        ) from None
 
 
 def setup_arg_parser(stock: Callable[[], Any]) -> Callable[[], Any]:
@@ -110,6 +126,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"An option of drafting, may be repeated. {DraftOptions.describe()}.",
     )
+    group.add_argument(
+        "--draft-stats",
+        metavar="FILE",
+        type=Path,
+        help="Write the statistics of drafting to this file, as JSON.",
+    )
     parser.parse_args = _noting(parser, parser.parse_args)  # type: ignore[method-assign]
 
 
@@ -136,7 +158,14 @@ def _check(args: argparse.Namespace) -> None:
     if args.draft is None:
         if args.draft_option:
             raise InvalidOption("--draft-option is of no use without --mtp or --draft.")
+        if args.draft_stats:
+            raise InvalidOption("--draft-stats is of no use without --mtp or --draft.")
         return
+    if args.draft_stats and not args.draft_stats.absolute().parent.is_dir():
+        raise InvalidOption(
+            f"--draft-stats {args.draft_stats} is in a folder that does not exist; "
+            "make it, or name another file."
+        )
     if args.draft_model is not None:
         raise InvalidOption(
             f"--draft-model {args.draft_model} cannot go with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -211,3 +212,27 @@ def test_version(
     with pytest.raises(SystemExit):
         cli.main()
     assert capsys.readouterr().out.strip() == mlx_lm_mtp.__version__
+
+
+def test_statistics_are_written_as_json(run: Any, path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "stats.json"
+    code, out, _ = run("--model", path, "--prompt", "def f(x):", "--max-tokens", 20,
+                       "--mtp", "--draft-stats", file)  # fmt: skip
+    stats = json.loads(file.read_text())
+    assert code == 0
+    assert f"{stats['mean_acceptance_length']:.2f} tokens a round" in out
+    assert sum(stats["accept_histogram"]) == stats["rounds"]
+    assert (
+        sum(n * r for n, r in enumerate(stats["accept_histogram"]))
+        == (stats["accepted"])
+    )
+    assert stats["rounds"] + stats["accepted"] == 20
+
+
+def test_statistics_that_cannot_be_written_are_refused_at_once(
+    run: Any, tmp_path: Path
+) -> None:
+    code, _, err = run("--mtp", "--draft-stats", tmp_path / "no" / "stats.json")
+    assert code == 2 and "is in a folder that does not exist; make it" in err
+    code, _, err = run("--draft-stats", tmp_path / "stats.json")
+    assert code == 2 and "--draft-stats is of no use without" in err
