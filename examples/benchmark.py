@@ -1,11 +1,12 @@
 """Stock and drafted decoding side by side, in one process, on one checkpoint.
 
     python examples/benchmark.py [--model PATH] [--tokens N] [--temp T] [--json FILE]
+    python examples/benchmark.py --strategies
 
-Every prompt is decoded by stock and with each k in turn, `repeat` times over, so that a
-slow moment of the machine falls on all of them. Reported are medians; a ratio below
-1.00 is a loss and is shown like any other. Tokens are compared: a difference is an
-error.
+Every prompt is decoded by stock and with each k (or each strategy) in turn, `repeat`
+times over, so that a slow moment of the machine falls on all of them. Reported are
+medians; a ratio below 1.00 is a loss and is shown like any other. Tokens are compared:
+a difference is an error.
 """
 
 from __future__ import annotations
@@ -49,15 +50,36 @@ PROMPTS = {
 }
 
 
+# Draft options, with the k that goes with them.
+STRATEGIES: list[dict[str, Any]] = [
+    {"k": 1},
+    {"k": 2},
+    {"k": 3},
+    {"k": 4},
+    {"k": 6},
+    {"k": 6, "depth": "confidence"},
+    {"k": 6, "depth": "confidence", "reads": "once"},
+    {"k": 3, "rescue": 1},
+    {"k": 3, "rescue": 2},
+    {"k": 6, "depth": "confidence", "rescue": 2},
+    {"k": 3, "paths": 2},
+    {"k": 3, "paths": 3},
+    {"k": 3, "paths": 4},
+    {"k": 3, "verify": "step"},
+    {"k": 3, "hidden": "pre_norm"},
+]
+
+
 @dataclass
 class Row:
-    """One prompt at one k: medians over the repetitions."""
+    """One prompt with one strategy: medians over the repetitions."""
 
     kind: str
     prompt: str
-    k: int
+    strategy: str
     tokens: int
     tokens_a_round: float
+    verifies_per_token: float
     stock_tps: float
     tps: float
 
@@ -85,16 +107,16 @@ def decode(
 def measure(
     model: Any, tokenizer: Any, kind: str, prompt: str, args: argparse.Namespace
 ) -> list[Row]:
-    """Stock and each k in turn, again and again."""
+    """Stock and each strategy in turn, again and again."""
     stock_tps: list[float] = []
-    tps: dict[int, list[float]] = {k: [] for k in args.k}
-    stats: dict[int, DraftStats] = {}
+    tps: dict[str, list[float]] = {name: [] for name in args.strategies}
+    stats: dict[str, DraftStats] = {}
     sampler = make_sampler(args.temp)
     for _ in range(args.repeat):
         truth, speed = decode(model, tokenizer, prompt, args.tokens, sampler=sampler)
         stock_tps.append(speed)
-        for k in args.k:
-            stats[k] = DraftStats()
+        for name, strategy in args.strategies.items():
+            stats[name] = DraftStats()
             tokens, speed = decode(
                 model,
                 tokenizer,
@@ -102,22 +124,24 @@ def measure(
                 args.tokens,
                 sampler=sampler,
                 draft="mtp",
-                num_draft_tokens=k,
-                draft_stats=stats[k],
+                num_draft_tokens=strategy["k"],
+                draft_options={n: v for n, v in strategy.items() if n != "k"},
+                draft_stats=stats[name],
             )
-            assert tokens == truth, f"{prompt!r}, k={k}: tokens differ from stock's"
-            tps[k].append(speed)
+            assert tokens == truth, f"{prompt!r}, {name}: tokens differ from stock's"
+            tps[name].append(speed)
     return [
         Row(
             kind,
             prompt,
-            k,
+            name,
             len(truth),
-            stats[k].mean_acceptance_length,
+            stats[name].mean_acceptance_length,
+            stats[name].verifies_per_token,
             statistics.median(stock_tps),
-            statistics.median(tps[k]),
+            statistics.median(tps[name]),
         )
-        for k in args.k
+        for name in args.strategies
     ]
 
 
@@ -134,22 +158,28 @@ def report(rows: list[Row], args: argparse.Namespace) -> None:
     print(f"\n{platform.machine()}, {mx.default_device()}, {versions}; ", end="")
     how = f"temperature {args.temp}" if args.temp else "greedy"
     print(f"{args.tokens} tokens, {how}, median of {args.repeat}\n")
-    print("| prompt | k | tokens a round | stock tok/s | drafted tok/s | ratio |")
+    print(
+        "| prompt | strategy | tokens a round | stock tok/s | drafted tok/s | ratio |"
+    )
     print("|---|---|---|---|---|---|")
     for row in rows:
         print(
-            f"| {row.kind}: `{row.prompt.strip()[:28]!r}` | {row.k} | "
+            f"| {row.kind}: `{row.prompt.strip()[:28]!r}` | {row.strategy} | "
             f"{row.tokens_a_round:.2f} | {row.stock_tps:.1f} | {row.tps:.1f} | "
             f"{row.ratio:.2f} |"
         )
-    print("\n| prompts | k | tokens a round (mean) | ratio (geometric mean) |")
-    print("|---|---|---|---|")
-    for kind in (*PROMPTS, "all"):
-        for k in args.k:
-            these = [r for r in rows if r.k == k and kind in (r.kind, "all")]
+    print(
+        "\n| strategy | prompts | tokens a round (mean) | verify forwards per token "
+        "(mean) | ratio (geometric mean) |"
+    )
+    print("|---|---|---|---|---|")
+    for name in args.strategies:
+        for kind in (*PROMPTS, "all"):
+            these = [r for r in rows if r.strategy == name and kind in (r.kind, "all")]
             length = statistics.fmean(r.tokens_a_round for r in these)
+            forwards = statistics.fmean(r.verifies_per_token for r in these)
             ratio = geometric_mean([r.ratio for r in these])
-            print(f"| {kind} | {k} | {length:.2f} | {ratio:.2f} |")
+            print(f"| {name} | {kind} | {length:.2f} | {forwards:.3f} | {ratio:.2f} |")
 
 
 def main() -> None:
@@ -159,9 +189,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--strategies", action="store_true", help="every strategy instead of each k"
+    )
     parser.add_argument("--temp", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     args = parser.parse_args()
+    chosen = STRATEGIES if args.strategies else [{"k": k} for k in args.k]
+    args.strategies = {
+        ", ".join(f"{name}={value}" for name, value in strategy.items()): strategy
+        for strategy in chosen
+    }
     model, tokenizer = mlx_lm.load(args.model)
     tokenizer.eos_token_ids = set()  # always the full length, for stock as well
     decode(model, tokenizer, "warm up", 8)

@@ -36,13 +36,19 @@ class Judge(Protocol):
         """The token chosen after input i; may wait for the device."""
 
     def accepts(self, i: int) -> bool:
-        """Whether draft i equals the token chosen after input i."""
+        """Whether draft i of a path that is right so far is the token chosen there."""
+
+    def row(self, i: int) -> int:
+        """The first path whose inputs up to input i are all kept."""
 
     def chosen(self, i: int) -> mx.array:
         """The token chosen after input i as a `(1,)` array."""
 
     def logprobs(self, i: int) -> mx.array:
         """The `(V,)` log-probabilities that the token was chosen from."""
+
+    def choices(self) -> list[int]:
+        """The tokens chosen after the first inputs, as far as they are known."""
 
     def settle(self, kept: int) -> None:
         """Leave the random state as after choosing behind `kept` inputs."""
@@ -69,24 +75,31 @@ def log_probabilities(logits: mx.array) -> mx.array:
 class AtOnce:
     """All positions sampled in one graph.
 
+    Where there are several paths, the graph follows the first one that is right so far.
+
     Args:
-        logits: `(1, S, V)`.
-        drafts: `(1, S - 1)` drafted tokens.
+        logits: `(P, S, V)`.
+        drafts: `(P, S - 1)` drafted tokens.
         sampler: A pure sampler, see :func:`is_pure`.
     """
 
     def __init__(self, logits: mx.array, drafts: mx.array, sampler: Sampler) -> None:
-        self._logprobs = log_probabilities(logits[0])
-        self._drafts = drafts[0]
+        self._drafts = drafts
         self._thread = threading.get_ident()
         self._states: list[mx.array] = []
-        self._read: tuple[list[int], list[int]] | None = None
-        if sampler is greedy_sampler:
-            self._chosen = sampler(self._logprobs)
+        self._read: tuple[list[int], list[list[int]]] | None = None
+        if logits.shape[0] > 1:
+            self._logprobs, self._chosen = self._walk(logits, sampler)
         else:
-            self._chosen = self._sample(sampler)
+            self._logprobs = log_probabilities(logits[0])
+            self._chosen = self._choose(sampler)
         self._rows = [self._logprobs[i] for i in range(logits.shape[1])]
         mx.async_eval(self._chosen, self._drafts, self._rows, self._states)
+
+    def _choose(self, sampler: Sampler) -> mx.array:
+        if sampler is greedy_sampler:
+            return sampler(self._logprobs)
+        return self._sample(sampler)
 
     def _sample(self, sampler: Sampler) -> mx.array:
         chosen = []
@@ -95,6 +108,19 @@ class AtOnce:
             chosen.append(sampler(row))
             self._states.append(random_state.current())
         return mx.concatenate(chosen)
+
+    def _walk(self, logits: mx.array, sampler: Sampler) -> tuple[mx.array, mx.array]:
+        right = mx.ones(logits.shape[0], dtype=mx.bool_)
+        rows, chosen = [], []
+        self._states.append(random_state.current())
+        for i in range(logits.shape[1]):
+            path = mx.argmax(right)  # the first one
+            rows.append(log_probabilities(logits[path, i][None]))
+            chosen.append(sampler(rows[-1]))
+            self._states.append(random_state.current())
+            if i < self._drafts.shape[1]:
+                right = right & (self._drafts[:, i] == chosen[-1])
+        return mx.concatenate(rows), mx.concatenate(chosen)
 
     def judge(self, i: int) -> None:
         """Nothing to do: all positions are on their way."""
@@ -106,7 +132,14 @@ class AtOnce:
     def accepts(self, i: int) -> bool:
         """See :class:`Judge`."""
         chosen, drafts = self._values()
-        return i < len(drafts) and chosen[i] == drafts[i]
+        return any(path[: i + 1] == chosen[: i + 1] for path in drafts if i < len(path))
+
+    def row(self, i: int) -> int:
+        """See :class:`Judge`."""
+        if self._drafts.shape[0] == 1:
+            return 0
+        chosen, drafts = self._values()
+        return next(p for p, path in enumerate(drafts) if path[:i] == chosen[:i])
 
     def chosen(self, i: int) -> mx.array:
         """See :class:`Judge`."""
@@ -116,13 +149,17 @@ class AtOnce:
         """See :class:`Judge`."""
         return self._rows[i]
 
+    def choices(self) -> list[int]:
+        """See :class:`Judge`."""
+        return self._values()[0]
+
     def settle(self, kept: int) -> None:
         """See :class:`Judge`."""
         elsewhere = threading.get_ident() != self._thread  # it has a state of its own
         if kept + 1 < len(self._states) and not elsewhere:
             random_state.put_back(self._states[kept])
 
-    def _values(self) -> tuple[list[int], list[int]]:
+    def _values(self) -> tuple[list[int], list[list[int]]]:
         if self._read is None:
             mx.eval(self._chosen, self._drafts)
             self._read = self._chosen.tolist(), self._drafts.tolist()
@@ -146,8 +183,8 @@ class OneByOne:
     """Positions sampled one after the other, each only once it is needed.
 
     Args:
-        logits: `(1, S, V)`.
-        drafts: `(1, S - 1)` drafted tokens.
+        logits: `(P, S, V)`.
+        drafts: `(P, S - 1)` drafted tokens.
         sampler: Any sampler.
         processors: Logits processors, called in order.
         history: What was fed before; the inputs kept are added to it.
@@ -170,11 +207,12 @@ class OneByOne:
         self._history = history
         self._fed = [pending]
         self._logprobs: list[mx.array] = []
-        self._draft_ids: list[int] | None = None
+        self._draft_ids: list[list[int]] | None = None
 
     def judge(self, i: int) -> None:
         """See :class:`Judge`."""
-        logits = self._logits[:, i, :]
+        row = self.row(i)
+        logits = self._logits[row : row + 1, i, :]
         if self._processors:
             self._history.add(self._fed[i])
             for processor in self._processors:
@@ -191,9 +229,22 @@ class OneByOne:
 
     def accepts(self, i: int) -> bool:
         """See :class:`Judge`."""
+        if i >= self._drafts.shape[1]:
+            return False
+        chosen = [self.token(j) for j in range(i + 1)]
+        return any(path[: i + 1] == chosen for path in self._paths())
+
+    def row(self, i: int) -> int:
+        """See :class:`Judge`."""
+        if self._drafts.shape[0] == 1:
+            return 0
+        chosen = [self.token(j) for j in range(i)]
+        return next(p for p, path in enumerate(self._paths()) if path[:i] == chosen)
+
+    def _paths(self) -> list[list[int]]:
         if self._draft_ids is None:
-            self._draft_ids = self._drafts[0].tolist()
-        return i < len(self._draft_ids) and self.token(i) == self._draft_ids[i]
+            self._draft_ids = self._drafts.tolist()
+        return self._draft_ids
 
     def chosen(self, i: int) -> mx.array:
         """See :class:`Judge`."""
@@ -202,6 +253,10 @@ class OneByOne:
     def logprobs(self, i: int) -> mx.array:
         """See :class:`Judge`."""
         return self._logprobs[i]
+
+    def choices(self) -> list[int]:
+        """See :class:`Judge`."""
+        return [self.token(i) for i in range(len(self._fed) - 1)]
 
     def settle(self, kept: int) -> None:
         """Nothing to do: no position was sampled that plain decoding would not."""

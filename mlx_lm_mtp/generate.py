@@ -8,11 +8,15 @@ A round feeds the pending token x and the drafts d1 … dk, and *yields exactly 
 that it keeps*: x, then each accepted draft. The token chosen behind the last of them is
 the next round's x. So, as in stock, every token that was yielded has been fed, one more
 has been sampled, and a stop leaves nothing to be fed.
+
+Most rounds are one *leg*: one verify and what is kept of it. A rescue adds a second leg
+to its round, which goes on from the drafter's second choice without drafting anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,12 +26,15 @@ from mlx_lm.generate import (
     generation_stream,
     maybe_quantize_kv_cache,
 )
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from . import tree
 from .accept import AtOnce, History, Judge, OneByOne, is_pure
-from .drafters.base import Drafter, checked_tokens
+from .carry import Carried
+from .drafters.base import Branch, Drafter, Proposal
 from .options import DraftOptions
+from .profile import Stopwatch
+from .propose import Proposer
 from .state.limits import width_limit
 from .state.verified import Verified
 from .stats import DraftStats
@@ -35,6 +42,7 @@ from .target import Target
 from .verify import Verifier
 
 Step = tuple[int, mx.array, bool]
+OnTokens = Callable[[list[int]], bool | None]
 _CLEAR_EVERY = 256  # tokens between two clearings of MLX's buffer cache, as in stock
 
 
@@ -46,6 +54,13 @@ class Pending(NamedTuple):
     logprobs: mx.array  # (V,), what it was chosen from
 
 
+class Leg(NamedTuple):
+    """What was kept of one verify."""
+
+    inputs: mx.array  # (1, n)
+    hidden: mx.array | None  # (1, n, H), the target's at each of them
+
+
 def draft_generate_step(
     prompt: mx.array,
     model: nn.Module,
@@ -54,6 +69,8 @@ def draft_generate_step(
     *,
     options: DraftOptions | None = None,
     stats: DraftStats | None = None,
+    on_tokens: OnTokens | None = None,
+    eos_token_ids: Collection[int] = (),
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -70,40 +87,57 @@ def draft_generate_step(
     Args:
         prompt: `(T,)` token ids, T >= 1.
         model: The target.
-        drafter: What proposes tokens; it starts anew.
+        drafter: What proposes tokens; it starts anew, or from what the prompt cache
+            carries for it.
         stream: The stream to compute on.
         options: How to draft and verify.
         stats: Filled while generating.
+        on_tokens: Called after each round with the tokens that it yielded; True stops.
+        eos_token_ids: Tokens behind which generation ends; they are yielded.
         max_tokens: Tokens to yield; -1 for no limit.
-        sampler, logits_processors, max_kv_size, prompt_cache, prefill_step_size,
-        kv_bits, kv_group_size, quantized_kv_start, prompt_progress_callback:
+        sampler, logits_processors, max_kv_size, prefill_step_size, kv_bits,
+        kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
+        prompt_cache: As in stock's; a drafter that has caches of its own puts them
+            behind the model's, and finds them there the next time.
 
     Yields:
         A token, its `(V,)` log-probabilities, and whether it was drafted.
 
     Raises:
         ValueError: If the prompt is empty.
+        InvalidOption: If the options need what the drafter does not give.
         DrafterError: If the drafter breaks its contract.
     """
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it must have at least one token.")
-    if prompt_cache is None:
-        prompt_cache = make_prompt_cache(model, max_kv_size=max_kv_size)
     options = options or DraftOptions()
+    stats = stats or DraftStats()
     loop = _Loop(
         Target(model, options.hidden if drafter.needs_hidden else None),
         drafter,
-        prompt_cache,
+        Carried(prompt_cache, model, drafter, max_kv_size),
         stream=stream,
         options=options,
-        stats=stats or DraftStats(),
+        stats=stats,
+        on_tokens=on_tokens,
+        eos_token_ids=eos_token_ids,
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
     )
-    loop.prefill(prompt, prefill_step_size, prompt_progress_callback)
-    yield from loop.rounds(max_tokens)
+    step_size = options.prefill_step_size or prefill_step_size
+    started = time.perf_counter()
+    try:
+        loop.prefill(prompt, step_size, prompt_progress_callback)
+        yield from loop.rounds(max_tokens)
+        loop.finalise()
+    except GeneratorExit:
+        loop.finalise()
+        raise
+    finally:
+        stats.resident_tokens = loop.carried.resident or len(prompt) + stats.tokens
+        stats.seconds += time.perf_counter() - started
 
 
 class _Loop:
@@ -113,27 +147,36 @@ class _Loop:
         self,
         target: Target,
         drafter: Drafter,
-        caches: list[Any],
+        carried: Carried,
         *,
         stream: Any,
         options: DraftOptions,
         stats: DraftStats,
+        on_tokens: OnTokens | None,
+        eos_token_ids: Collection[int],
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.caches = caches
+        self.propose = Proposer(drafter, options)
+        self.carried = carried
+        self.caches = carried.caches
         self.stream = stream
         self.options = options
         self.stats = stats
+        self.on_tokens = on_tokens
+        self.eos_token_ids = eos_token_ids
         self.sampler = sampler
         self.processors = processors
         self.quantize = quantize
         self.history = History()
-        self.verifier = Verifier(target, caches, options.verify, stats)
+        self.timed = Stopwatch(stats.profile if options.profile else None)
+        self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
         self.pending: Pending
+        self.unobserved: list[Leg] = []
+        self.ended = False
 
     # --- prefill ------------------------------------------------------------------
 
@@ -146,7 +189,7 @@ class _Loop:
         """Feed the prompt in chunks, its last token alone, and choose the first x."""
         progress = progress or (lambda done, total: None)
         done, total = 0, len(prompt)
-        self.drafter.begin()
+        self.stats.unseen_tokens = self.carried.begin()
         progress(done, total)
         while total - done > 1:
             chunk = prompt[done : done + min(step_size, total - done - 1)]
@@ -181,52 +224,75 @@ class _Loop:
     def rounds(self, max_tokens: int) -> Generator[Step, None, None]:
         """Round after round until `max_tokens` are yielded (never, if negative)."""
         yielded = 0
-        while yielded != max_tokens:
+        while yielded != max_tokens and not self.ended:
             before = yielded
-            yielded += yield from self._round(max_tokens - yielded)
+            tokens = yield from self._round(max_tokens - yielded)
+            yielded += len(tokens)
             if before // _CLEAR_EVERY != yielded // _CLEAR_EVERY:
                 mx.clear_cache()
+            if self.on_tokens is not None and self.on_tokens(tokens):
+                return
 
-    def _round(self, budget: int) -> Generator[Step, None, int]:
-        """Yield x and each accepted draft; returns how many that were."""
-        with mx.stream(self.stream):
-            drafts = self._draft(self._width(budget) - 1)
+    def _round(self, budget: int) -> Generator[Step, None, list[int]]:
+        """Yield x and what is accepted behind it; returns these tokens."""
+        proposal = self._draft(self._width(budget) - 1)
+        tokens = yield from self._leg(tree.rows(proposal), proposal)
+        branch = self._rescue(proposal, len(tokens), budget)
+        if branch is not None:
+            width = self._width(budget - len(tokens))
+            tokens += yield from self._leg(branch.rest[:, : width - 1], branch)
+        self._observe()
+        return tokens
+
+    def _leg(
+        self, drafts: mx.array, source: Proposal | Branch
+    ) -> Generator[Step, None, list[int]]:
+        """Verify x and `(P, k')` drafts; yield x and each accepted draft."""
+        with mx.stream(self.stream), self.timed("verify") as wait:
             inputs = self._inputs(drafts)
             forward, verified = self.verifier(inputs)
+            wait(forward.logits)
+        with mx.stream(self.stream):
             judge = self._judge(forward.logits, drafts, self.pending.array)
-        kept, more = 0, True
+        tokens: list[int] = []
+        more = True
         token, logprobs = self.pending.token, self.pending.logprobs
         try:
             while more:
                 with mx.stream(self.stream):
-                    judge.judge(kept)
-                kept += 1
-                yield token, logprobs, kept > 1
-                more = judge.accepts(kept - 1)
-                token, logprobs = judge.token(kept - 1), judge.logprobs(kept - 1)
+                    judge.judge(len(tokens))
+                tokens.append(token)
+                yield token, logprobs, len(tokens) > 1
+                with self.timed("accept"):
+                    more = self._goes_on(judge, tokens)
+                    token = judge.token(len(tokens) - 1)
+                logprobs = judge.logprobs(len(tokens) - 1)
         finally:
-            with mx.stream(self.stream):
-                self._commit(verified, judge, kept)
-            if kept:  # of a round that was stopped, only what was seen counts
-                self.stats.count(kept - 1 if more else drafts.shape[1], kept - 1)
+            row = judge.row(len(tokens) - 1) if tokens else 0
+            self._commit(verified, judge, len(tokens), row)
+            if tokens:  # of a leg that was stopped, only what was seen counts
+                seen = len(tokens) - 1 if more else drafts.shape[1]
+                self._count(source, judge, seen, len(tokens) - 1)
+                self._keep(inputs, forward.hidden, len(tokens), row)
         with mx.stream(self.stream):
-            self._observe(inputs[:, :kept], forward.hidden)
-            self.pending = self._chosen(judge, kept - 1)
-        return kept
+            self.pending = self._chosen(judge, len(tokens) - 1)
+        return tokens
 
-    def _draft(self, k: int) -> mx.array:
-        """`(1, k')` drafts, k' <= k."""
+    def _draft(self, k: int) -> Proposal:
+        """Up to k drafts, and what goes with them."""
         if k == 0:
-            return _no_drafts()
-        proposal = self.drafter.draft(self.pending.array[None], k)
-        vocabulary = self.pending.logprobs.shape[-1]
-        drafts = checked_tokens(proposal, self.drafter, k, vocabulary)
-        mx.async_eval(drafts)  # the device drafts while the verify graph is built
-        return drafts
+            return Proposal(_no_drafts())
+        with mx.stream(self.stream), self.timed("draft") as wait:
+            vocabulary = self.pending.logprobs.shape[-1]
+            proposal = self.propose(self.pending.array[None], k, vocabulary)
+            # The device drafts while the verify graph is built.
+            mx.async_eval(proposal.tokens, [b.token for b in proposal.branches])
+            wait(proposal.tokens)
+        return proposal
 
     def _inputs(self, drafts: mx.array) -> mx.array:
-        """`(1, 1 + k')`: the pending token and the drafts."""
-        x = self.pending.array[None]
+        """`(P, 1 + k')`: the pending token and the drafts."""
+        x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
     def _width(self, budget: int) -> int:
@@ -249,25 +315,75 @@ class _Loop:
             return AtOnce(logits, drafts, self.sampler)
         return OneByOne(logits, drafts, self.sampler, self.processors, self.history, x)
 
-    def _commit(self, verified: Verified, judge: Judge, kept: int) -> None:
-        """Caches and random state as plain decoding has them after `kept` inputs."""
-        verified.commit(kept)
-        judge.settle(kept)
-        self._quantize()
+    def _goes_on(self, judge: Judge, tokens: list[int]) -> bool:
+        """Whether the next draft is accepted; notes an end of the text."""
+        self.ended = tokens[-1] in self.eos_token_ids
+        return not self.ended and judge.accepts(len(tokens) - 1)
 
-    def _observe(self, kept: mx.array, hidden: mx.array | None) -> None:
-        """Show the drafter the `(1, n)` inputs that were kept."""
-        if hidden is not None:
-            hidden = hidden[:, : kept.shape[1]]
-        self.drafter.observe(kept, hidden)
+    def _commit(self, verified: Verified, judge: Judge, kept: int, row: int) -> None:
+        """Caches and random state as plain decoding has them after `kept` inputs."""
+        with mx.stream(self.stream), self.timed("commit") as wait:
+            verified.commit(kept, row)
+            judge.settle(kept)
+            self._quantize()
+            wait([cache.state for cache in self.caches])
+
+    def _rescue(self, proposal: Proposal, kept: int, budget: int) -> Branch | None:
+        """What to verify next in this round, if the first path was rejected early."""
+        rejected = kept <= min(self.options.rescue, proposal.tokens.shape[1])
+        if not rejected or self.ended or kept == budget:
+            return None
+        return tree.rescue(proposal, kept - 1, self.pending.token)
+
+    def _keep(
+        self, inputs: mx.array, hidden: mx.array | None, n: int, row: int
+    ) -> None:
+        """Note the first n inputs of one path down for the drafter."""
+        with mx.stream(self.stream):
+            one = slice(row, row + 1)
+            kept = None if hidden is None else hidden[one, :n]
+            self.unobserved.append(Leg(inputs[one, :n], kept))
+
+    def _observe(self) -> None:
+        """Show the drafter the inputs that were kept."""
+        legs, self.unobserved = self.unobserved, []
+        if not legs:
+            return
+        with mx.stream(self.stream), self.timed("observe"):
+            hidden = [leg.hidden for leg in legs if leg.hidden is not None]
+            self.drafter.observe(
+                mx.concatenate([leg.inputs for leg in legs], axis=1),
+                mx.concatenate(hidden, axis=1) if hidden else None,
+            )
 
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
         return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i))
 
+    def _count(
+        self, source: Proposal | Branch, judge: Judge, drafted: int, accepted: int
+    ) -> None:
+        if isinstance(source, Branch):
+            self.stats.count_rescue(source.position, drafted, accepted)
+            return
+        self.stats.count(drafted, accepted)
+        if source.candidates is not None:
+            choices = source.candidates[0].tolist()
+            for i, token in enumerate(judge.choices()[:drafted]):
+                self.stats.count_probe(i, choices[i], token)
+
     def _quantize(self) -> None:
         start, group_size, bits = self.quantize
         maybe_quantize_kv_cache(self.caches, start, group_size, bits)
+        self.carried.update()
+
+    # --- stop ---------------------------------------------------------------------
+
+    def finalise(self) -> None:
+        """Show the drafter the rest, and carry what it has seen to the next call."""
+        self._observe()
+        with mx.stream(self.stream), self.timed("finalise"):
+            self.carried.end()
 
 
 def _no_drafts() -> mx.array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -11,40 +11,85 @@ from typing import Any
 class DraftStats:
     """Counts of one generation; every rate is derived from them.
 
-    A round feeds the pending token and up to k drafts, and keeps the pending
-    token with the accepted drafts.
+    A round feeds the pending token and up to k drafts, and keeps the pending token with
+    the accepted drafts. A rescue adds a second verify to its round.
 
     Args:
         drafter: Name of the drafter.
         num_draft_tokens: k as asked for.
+        strategy: The options that are not as usual, ``name=value`` each.
         verify: The verify mode, ``batch`` or ``step``.
-        rounds: Verify forwards.
+        rounds: Rounds begun by drafting (or by drafting nothing).
+        verifies: Verify forwards, those of rescues included.
+        tokens: Tokens yielded.
         drafted: Draft position (from 0) -> rounds that drafted so far.
         accepted: Draft position -> rounds that accepted it.
-        replays: Rounds whose accepted tokens were fed once more, because a cache
+        accept_histogram: Number of accepted drafts -> rounds that accepted so many.
+        rescues: Draft position -> rounds that went on from a second choice there.
+        rescue_drafted, rescue_accepted: Tokens that rescues verified and kept, not
+            counting the second choices themselves.
+        probed: Draft position -> rounds that were probed there.
+        covered: (draft position, n) -> of those, how often the target's token was among
+            the drafter's best n choices.
+        replays: Verifies whose accepted tokens were fed once more, because a cache
             could be neither trimmed nor committed.
         replayed_tokens: Tokens fed in those replays.
         undrafted: Reason -> rounds that could not draft for it.
-        accept_histogram: Number of accepted drafts -> rounds that accepted so many.
+        resident_tokens: Tokens that the target's caches hold.
+        unseen_tokens: Of those, how many from an earlier call the drafter never saw.
+        seconds: The whole generation, prefill included.
+        profile: Stage -> seconds, if the option ``profile`` is on.
     """
 
     drafter: str = ""
     num_draft_tokens: int = 0
+    strategy: tuple[str, ...] = ()
     verify: str = "batch"
     rounds: int = 0
+    verifies: int = 0
+    tokens: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    accept_histogram: Counter[int] = field(default_factory=Counter)
+    rescues: Counter[int] = field(default_factory=Counter)
+    rescue_drafted: int = 0
+    rescue_accepted: int = 0
+    probed: Counter[int] = field(default_factory=Counter)
+    covered: Counter[tuple[int, int]] = field(default_factory=Counter)
     replays: int = 0
     replayed_tokens: int = 0
     undrafted: Counter[str] = field(default_factory=Counter)
-    accept_histogram: Counter[int] = field(default_factory=Counter)
+    resident_tokens: int = 0
+    unseen_tokens: int = 0
+    seconds: float = 0.0
+    profile: Counter[str] = field(default_factory=Counter)
+
+    # --- counting ---------------------------------------------------------------------
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one round that drafted and accepted so many tokens."""
         self.rounds += 1
+        self.verifies += 1
+        self.tokens += 1 + accepted
         self.drafted.update(range(drafted))
         self.accepted.update(range(accepted))
         self.accept_histogram[accepted] += 1
+
+    def count_rescue(self, position: int, drafted: int, accepted: int) -> None:
+        """Add the second verify of a round, from a second choice at `position`."""
+        self.verifies += 1
+        self.tokens += 1 + accepted
+        self.rescues[position] += 1
+        self.rescue_drafted += drafted
+        self.rescue_accepted += accepted
+
+    def count_probe(self, position: int, choices: list[int], token: int) -> None:
+        """Add the drafter's choices, best first, and what the target chose there."""
+        self.probed[position] += 1
+        for n in range(1, len(choices) + 1):
+            self.covered[position, n] += token in choices[:n]
+
+    # --- rates ------------------------------------------------------------------------
 
     @property
     def acceptance_rate(self) -> float:
@@ -58,60 +103,142 @@ class DraftStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds: tokens a round, with the bonus or recovered one."""
-        return 1 + _ratio(self.accepted.total(), self.rounds)
+        """Tokens a round: accepted ones, and the bonus or recovered token; 1.0 at
+        least."""
+        return max(1.0, _ratio(self.tokens, self.rounds))
+
+    @property
+    def verifies_per_token(self) -> float:
+        """Verify forwards / tokens; plain decoding needs 1.0."""
+        return _ratio(self.verifies, self.tokens)
 
     @property
     def direct_commits(self) -> int:
-        """Rounds that needed no second forward."""
-        return self.rounds - self.replays
+        """Verifies that needed no second forward."""
+        return self.verifies - self.replays
+
+    @property
+    def coverage(self) -> list[list[float]]:
+        """For each draft position, how often the target's token was among the best 1,
+        2, … choices, whether or not the drafts before were right."""
+        best = range(1, 1 + max((n for _, n in self.covered), default=0))
+        return [
+            [_ratio(self.covered[d, n], self.probed[d]) for n in best]
+            for d in sorted(self.probed)
+        ]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the whole generation."""
+        return _ratio(self.tokens, self.seconds)
+
+    @property
+    def tokens_per_second_without_replay(self) -> float:
+        """What the speed would be if replays took no time; needs a profile."""
+        return _ratio(self.tokens, self.seconds - self.profile["replay"])
+
+    # --- for people and for programs --------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and rates as JSON has them: histograms are lists from 0 on."""
-        return {
-            "drafter": self.drafter,
-            "num_draft_tokens": self.num_draft_tokens,
-            "verify": self.verify,
-            "rounds": self.rounds,
-            "drafted": self.drafted.total(),
-            "accepted": self.accepted.total(),
-            "drafted_per_position": _as_list(self.drafted),
-            "accepted_per_position": _as_list(self.accepted),
-            "accept_histogram": _as_list(self.accept_histogram),
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_per_position": self.acceptance_per_position,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "direct_commits": self.direct_commits,
-            "replays": self.replays,
-            "replayed_tokens": self.replayed_tokens,
-            "undrafted": dict(self.undrafted),
-        }
+        """Counts and rates as JSON has them; a histogram is a list from 0 on."""
+        counts = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        named = {"undrafted": dict(self.undrafted), "profile": dict(self.profile)}
+        rates = {name: getattr(self, name) for name in _RATES}
+        del counts["covered"]  # is in the rates, as `coverage`
+        return counts | named | rates
 
     def summary(self) -> str:
         """One line for people, as printed under the stock statistics."""
-        head = f"Draft: {self.drafter}, k={self.num_draft_tokens}"
+        head = ", ".join(
+            [f"Draft: {self.drafter}", f"k={self.num_draft_tokens}", *self.strategy]
+        )
         if not self.drafted:
             return f"{head}, nothing drafted{self._why()}"
         positions = " / ".join(f"{r:.1%}" for r in self.acceptance_per_position)
         return (
             f"{head}, {self.mean_acceptance_length:.2f} tokens a round, "
             f"{self.acceptance_rate:.1%} accepted (by position: {positions})"
-            f"{self._replays()}{self._why()}"
+            f"{self._rescues()}{self._replays()}{self._why()}"
         )
+
+    def tables(self) -> list[str]:
+        """The probe and the profile, for people, if there are any."""
+        found = []
+        if self.probed:
+            found.append(_table("position", self._probe_rows()))
+        if self.profile:
+            found.append(_table("stage", self._profile_rows()))
+        return found
+
+    def _probe_rows(self) -> list[tuple[str, ...]]:
+        rows = [("", *(f"top {n + 1}" for n in range(len(self.coverage[0]))), "rounds")]
+        for d, rates in enumerate(self.coverage):
+            rows.append((str(d + 1), *(f"{r:.1%}" for r in rates), str(self.probed[d])))
+        return rows
+
+    def _profile_rows(self) -> list[tuple[str, ...]]:
+        rows = [("", "seconds", "share")]
+        for stage, seconds in self.profile.items():
+            rows.append(
+                (stage, f"{seconds:.3f}", f"{_ratio(seconds, self.seconds):.1%}")
+            )
+        rows.append(("all, with prefill", f"{self.seconds:.3f}", "100.0%"))
+        rows.append(("tokens per second", f"{self.tokens_per_second:.1f}", ""))
+        without = self.tokens_per_second_without_replay
+        rows.append(("… without replay", f"{without:.1f}", ""))
+        return rows
+
+    def _rescues(self) -> str:
+        if not self.rescues:
+            return ""
+        where = ", ".join(f"{n} at {d + 1}" for d, n in sorted(self.rescues.items()))
+        return f", rescues by position: {where}"
 
     def _replays(self) -> str:
         if not self.replays:
             return ""
-        return f", {self.replays} rounds replayed ({self.replayed_tokens} tokens)"
+        return f", {self.replays} replays ({self.replayed_tokens} tokens)"
 
     def _why(self) -> str:
         reasons = [f"{n} rounds without drafts: {r}" for r, n in self.undrafted.items()]
+        if self.unseen_tokens:
+            reasons.append(
+                f"the drafter has not seen {self.unseen_tokens} cached tokens"
+            )
         return "".join(f"; {reason}" for reason in reasons)
 
 
-def _ratio(part: int, whole: int) -> float:
+_RATES = (
+    "acceptance_rate",
+    "acceptance_per_position",
+    "mean_acceptance_length",
+    "verifies_per_token",
+    "direct_commits",
+    "coverage",
+    "tokens_per_second",
+    "tokens_per_second_without_replay",
+)
+
+
+def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _as_list(counts: Counter[int]) -> list[int]:
-    return [counts[i] for i in range(max(counts, default=-1) + 1)]
+def _plain(value: Any) -> Any:
+    if isinstance(value, Counter):
+        last = max((i for i in value if isinstance(i, int)), default=-1)
+        return [value[i] for i in range(last + 1)]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _table(corner: str, rows: list[tuple[str, ...]]) -> str:
+    """Rows of cells, the first of them the head, in columns."""
+    rows = [(corner, *rows[0][1:]), *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -155,7 +155,7 @@ def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         stats = kwargs["draft_stats"]
         text = stock(model, tokenizer, prompt, verbose, **kwargs)
         if verbose:
-            print(stats.summary())
+            print("\n".join([stats.summary(), *stats.tables()]))
         report(stats)
         return text
 
@@ -250,4 +250,5 @@ def _named(stats: DraftStats | None, draft: Any, options: DraftOptions) -> Draft
     stats.drafter = draft if isinstance(draft, str) else str(draft.name)
     stats.num_draft_tokens = options.num_draft_tokens
     stats.verify = options.verify
+    stats.strategy = options.unusual
     return stats

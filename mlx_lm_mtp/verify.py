@@ -11,7 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from .profile import Stopwatch
 from .state.capture import Recording
+from .state.paths import SideBySide, StandIns
+from .state.snapshot import Snapshot
 from .state.verified import (
     Replayable,
     Stepped,
@@ -32,15 +35,22 @@ class Verifier:
         caches: Its prompt caches, written in place.
         mode: ``batch`` or ``step``.
         stats: Replays are counted here.
+        timed: Times snapshots and replays.
     """
 
     def __init__(
-        self, target: Target, caches: list[Any], mode: str, stats: DraftStats
+        self,
+        target: Target,
+        caches: list[Any],
+        mode: str,
+        stats: DraftStats,
+        timed: Stopwatch,
     ) -> None:
         self.target = target
         self.caches = caches
         self._mode = mode
         self._stats = stats
+        self._timed = timed
         self._committable = False
 
     def first(self, tokens: mx.array) -> Forward:
@@ -51,7 +61,9 @@ class Verifier:
         return forward
 
     def __call__(self, tokens: mx.array) -> tuple[Forward, Verified]:
-        """Feed `(1, S)` tokens; the caches then hold all S of them."""
+        """Feed `(P, S)` tokens, P paths; a prefix of one can be kept after that."""
+        if tokens.shape[0] > 1:
+            return self._side_by_side(tokens)
         if tokens.shape[1] > 1 and self._mode == "step":
             return self._step(tokens)
         if self._committable:
@@ -66,20 +78,40 @@ class Verifier:
         return forward, captured(self.caches, tokens.shape[1], recording)
 
     def _snapshot(self, tokens: mx.array) -> tuple[Forward, Verified]:
-        before = light_snapshot(self.caches)
+        before = self._light_snapshot()
         forward = self.target(tokens, self.caches, verify=True)
 
         def replay(n: int) -> None:
-            self._stats.replays += 1
-            self._stats.replayed_tokens += n
-            self.target(tokens[:, :n], self.caches, verify=True)
+            self._replay(tokens[:, :n])
 
         return forward, Replayable(self.caches, tokens.shape[1], before, replay)
+
+    def _side_by_side(self, tokens: mx.array) -> tuple[Forward, Verified]:
+        paths, width = tokens.shape
+        stand_ins = StandIns(self.caches, paths)
+        with Recording() as recording:
+            forward = self.target(tokens, stand_ins.caches, verify=True)
+
+        def feed(n: int, row: int) -> None:
+            self._replay(tokens[row : row + 1, :n])
+
+        return forward, SideBySide(self.caches, width, stand_ins, recording, feed)
+
+    def _replay(self, tokens: mx.array) -> None:
+        """Feed tokens once more; nobody reads the logits."""
+        self._stats.replays += 1
+        self._stats.replayed_tokens += tokens.shape[1]
+        with self._timed("replay") as wait:
+            wait(self.target(tokens, self.caches, verify=True).logits)
+
+    def _light_snapshot(self) -> list[Snapshot | None]:
+        with self._timed("snapshot"):
+            return light_snapshot(self.caches)
 
     def _step(self, tokens: mx.array) -> tuple[Forward, Verified]:
         snapshots, forwards = [], []
         for token in mx.split(tokens, tokens.shape[1], axis=1):
-            snapshots.append(light_snapshot(self.caches))
+            snapshots.append(self._light_snapshot())
             forwards.append(self.target(token, self.caches))
         return _joined(forwards), Stepped(self.caches, snapshots)
 

@@ -151,7 +151,7 @@ def drafted(
     return oracle.Result(
         [t for t, _, _ in taken],
         [p for _, p, _ in taken],
-        caches,
+        caches[: len(make_prompt_cache(model))],  # without the drafter's
         oracle.random_state(),
     )
 

@@ -52,7 +52,7 @@ conv_window_one_token_short = replaced(
 
 def _keep_untrimmed(stock: Any) -> Any:
     def keep(caches: Sequence[Any], records: Any, kept: int, n: int) -> None:
-        for cache, record in zip(caches, records, strict=True):
+        for cache, record in zip(commit.flat(caches), records, strict=True):
             if record is not None:
                 capture.put(cache, record, n)
 
@@ -162,10 +162,10 @@ bonus_token_dropped = replaced(_Loop, "_chosen", _chosen_without_bonus)
 
 
 def _commit_all_accepted(stock: Any) -> Any:
-    def commit_(self: _Loop, verified: Any, judge: Any, kept: int) -> None:
+    def commit_(self: _Loop, verified: Any, judge: Any, kept: int, row: int) -> None:
         while judge.accepts(kept - 1):
             kept += 1
-        stock(self, verified, judge, kept)
+        stock(self, verified, judge, kept, row)
 
     return commit_
 

@@ -109,7 +109,11 @@ def test_without_mtp_nothing_of_ours_is_said_or_loaded(
         (("--mtp", "--draft", "mtp"), "not allowed with argument --mtp"),
         (("--mtp", "--draft-option", "verify"), "takes name=value, got 'verify'"),
         (("--mtp", "--draft-option", "verify=x"), "verify is 'x'; choose one of"),
-        (("--mtp", "--draft-option", "depth=3"), "unknown draft option 'depth'"),
+        (("--mtp", "--draft-option", "deep=3"), "unknown draft option 'deep'"),
+        (("--mtp", "--draft-option", "depth=3"), "depth is '3'; choose one of: fixed"),
+        (("--mtp", "--draft-option", "tau=2"), "tau is 2.0; give a number of at least"),
+        (("--mtp", "--draft-option", "paths=x"), "paths is 'x'; give an integer of"),
+        (("--mtp", "--draft-option", "profile=1"), "profile is '1'; give True or"),
         (("--draft-option", "verify=step"), "of no use without --mtp"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -222,11 +226,9 @@ def test_statistics_are_written_as_json(run: Any, path: Path, tmp_path: Path) ->
     assert code == 0
     assert f"{stats['mean_acceptance_length']:.2f} tokens a round" in out
     assert sum(stats["accept_histogram"]) == stats["rounds"]
-    assert (
-        sum(n * r for n, r in enumerate(stats["accept_histogram"]))
-        == (stats["accepted"])
-    )
-    assert stats["rounds"] + stats["accepted"] == 20
+    accepted = sum(n * r for n, r in enumerate(stats["accept_histogram"]))
+    assert accepted == sum(stats["accepted"])
+    assert stats["rounds"] + accepted == stats["tokens"] == 20
 
 
 def test_statistics_that_cannot_be_written_are_refused_at_once(

@@ -29,10 +29,11 @@ from tiny import Spec
 
 from mlx_lm_mtp import cli, draft_generate_step, hookimpl, hookspecs, plugins
 from mlx_lm_mtp._version import __version__
-from mlx_lm_mtp.drafters.base import DraftContext, Drafter, Proposal, checked_tokens
+from mlx_lm_mtp.drafters.base import DraftContext, Drafter, Proposal
 from mlx_lm_mtp.errors import DrafterError, InvalidOption, PluginError, UnknownDrafter
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.plugins import DrafterPlugins
+from mlx_lm_mtp.propose import Proposer
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -424,7 +425,8 @@ def test_the_context_is_this() -> None:
 def test_what_plugins_import_is_exported() -> None:
     import mlx_lm_mtp
 
-    exported = {"Drafter", "DraftContext", "Proposal", "hookimpl", "hookspec"}
+    exported = {"Drafter", "DraftContext", "Proposal", "Branch", "Wanted"}
+    exported |= {"hookimpl", "hookspec"}
     assert exported < set(mlx_lm_mtp.__all__)
     assert all(hasattr(mlx_lm_mtp, name) for name in exported)
 
@@ -575,6 +577,7 @@ class Proposing(Scripted):
         return self.proposal
 
 
+X = mx.array([[1]])
 WRONG = {
     "list": ([1, 2], "returned list"),
     "none": (None, "returned NoneType"),
@@ -601,7 +604,8 @@ def test_a_wrong_proposal_is_the_drafters_fault(proposal: Any, part: str) -> Non
 
 @pytest.mark.parametrize("dtype", [mx.uint32, mx.int32, mx.int64, mx.uint8], ids=str)
 def test_integers_of_any_size_are_tokens(dtype: mx.Dtype) -> None:
-    tokens = checked_tokens(Proposal(mx.array([[1, 2]], dtype)), Scripted([]), 2, 96)
+    proposal = Proposal(mx.array([[1, 2]], dtype))
+    tokens = Proposer(Proposing(proposal), DraftOptions())(X, 2, 96).tokens
     assert tokens.dtype == mx.uint32
     assert tokens.tolist() == [[1, 2]]
 
@@ -609,7 +613,8 @@ def test_integers_of_any_size_are_tokens(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("given", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_tokens_beyond_k_are_cut(k: int, given: int) -> None:
-    tokens = checked_tokens(Proposal.of(range(given)), Scripted([]), k, 96)
+    proposing = Proposing(Proposal.of(range(given)))
+    tokens = Proposer(proposing, DraftOptions())(X, k, 96).tokens
     assert tokens.tolist() == [list(range(given))[:k]]
     assert tokens.dtype == mx.uint32
 

@@ -30,6 +30,7 @@ from oracle import differences
 from tiny import VOCAB, Spec
 
 import mlx_lm_mtp
+from mlx_lm_mtp.profile import Stopwatch
 from mlx_lm_mtp.state.verified import Verified
 from mlx_lm_mtp.stats import DraftStats
 from mlx_lm_mtp.target import Target
@@ -192,7 +193,9 @@ class Caches(RuleBasedStateMachine):
     def _round(
         self, tokens: list[int], accepted: float, *, way: str, committable: bool
     ) -> None:
-        verifier = Verifier(Target(self.model), self.caches, way, DraftStats())
+        verifier = Verifier(
+            Target(self.model), self.caches, way, DraftStats(), Stopwatch()
+        )
         verifier._committable = committable
         _, verified = verifier(mx.array([tokens]))
         self.tokens += tokens

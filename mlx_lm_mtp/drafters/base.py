@@ -31,15 +31,38 @@ from ..options import DraftOptions
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A path that leaves the first one and goes on from another choice.
+
+    Args:
+        position: How many drafts of the first path it shares.
+        token: `(1, 1)`, what it drafts at that position instead.
+        rest: `(1, m)`, what it drafts after that. Keep it lazy if you can: it is
+            evaluated only if the branch is verified.
+    """
+
+    position: int
+    token: mx.array
+    rest: mx.array
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """The tokens drafted in one round, most likely first in time.
+    """The tokens drafted in one round.
 
     Args:
         tokens: `(1, k')` integers, 0 <= k' <= k, lazy or not. Fewer than k is fine,
             more than k are cut off.
+        confidence: `(1, k')`, the drafter's own probability of each token.
+        candidates: `(1, k', C)` integers, its C best choices at each position, the
+            best first.
+        branches: Further paths, in the order in which they were wanted.
     """
 
     tokens: mx.array
+    confidence: mx.array | None = None
+    candidates: mx.array | None = None
+    branches: tuple[Branch, ...] = ()
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Proposal:
@@ -54,6 +77,33 @@ class Proposal:
         return cls(mx.array(list(tokens), dtype=mx.uint32)[None])
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a strategy wants of a proposal beyond a chain of tokens.
+
+    A drafter names what it can give in its attribute `gives`, and is asked for
+    nothing else.
+
+    Args:
+        confidence: Fill `Proposal.confidence`.
+        candidates: How many choices a position `Proposal.candidates` is to list;
+            0 for none.
+        branches: A position for each branch. The first mention of a position asks
+            for the second choice there, the next for the third, and so on.
+        go_on: To be called, if not None, with the `(1, 1)` confidence of each draft
+            but the k-th; when it returns False, no further token is needed. It may
+            wait for the device. To draft k tokens all the same is correct.
+    """
+
+    confidence: bool = False
+    candidates: int = 0
+    branches: tuple[int, ...] = ()
+    go_on: Callable[[mx.array], bool] | None = None
+
+
+CHAIN = Wanted()
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """What proposes tokens.
@@ -65,6 +115,9 @@ class Drafter(Protocol):
 
     name: str
     needs_hidden: bool
+
+    # Optional: gives: frozenset[str], out of OFFERS. A drafter that gives more than a
+    # chain of tokens has draft(token, k, wanted=CHAIN).
 
     def begin(self) -> None:
         """Forget everything: a new generation starts."""
@@ -106,31 +159,12 @@ class DraftContext:
     model_path: Path | None = None
 
 
+OFFERS = frozenset({"confidence", "candidates", "branches", "caches"})
+
+
+def gives(drafter: Drafter) -> frozenset[str]:
+    """What a drafter gives beyond a chain of tokens."""
+    return frozenset(getattr(drafter, "gives", ()))
+
+
 DrafterFactory = Callable[[DraftContext], Drafter]
-
-
-def checked_tokens(
-    proposal: Any, drafter: Drafter, k: int, vocabulary: int
-) -> mx.array:
-    """The drafted `(1, k')` tokens as uint32, at most k of them.
-
-    A token beyond the vocabulary becomes its last one, without a look at the values:
-    the embedding would be read out of bounds. Only a token that the target chooses is
-    ever kept.
-
-    Raises:
-        DrafterError: If the proposal is not one, or not of integers in shape `(1, k')`.
-    """
-    tokens = getattr(proposal, "tokens", None)
-    if not isinstance(tokens, mx.array):
-        raise DrafterError(
-            f"drafter {drafter.name!r} returned {type(proposal).__name__} from "
-            "draft(); it must return a Proposal whose tokens are an mx.array."
-        )
-    integers = mx.issubdtype(tokens.dtype, mx.integer)
-    if not integers or tokens.ndim != 2 or tokens.shape[0] != 1:
-        raise DrafterError(
-            f"drafter {drafter.name!r} proposed {tokens.dtype} tokens of shape "
-            f"{tuple(tokens.shape)}; integers of shape (1, k') are needed."
-        )
-    return mx.minimum(tokens[:, :k].astype(mx.uint32), vocabulary - 1)

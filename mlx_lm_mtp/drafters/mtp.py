@@ -13,7 +13,8 @@ holds a rejected token and never outgrows the context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -21,9 +22,26 @@ from mlx_lm.models.cache import KVCache
 from ..heads import head_of
 from ..heads.qwen import MTPHead
 from ..hookspecs import hookimpl
-from .base import DraftContext, DrafterFactory, Proposal
+from ..state.snapshot import restore, snapshot
+from .base import (
+    CHAIN,
+    OFFERS,
+    Branch,
+    DraftContext,
+    DrafterFactory,
+    Proposal,
+    Wanted,
+)
 
 _MANY = 32  # unfed pairs beyond which they are fed even though nothing is drafted
+
+
+class Depth(NamedTuple):
+    """The head's answer at one depth."""
+
+    hidden: mx.array  # (1, 1, H), its output
+    logits: mx.array  # (1, 1, V)
+    choices: mx.array  # (1, 1, C), the best first
 
 
 class MTPDrafter:
@@ -35,6 +53,7 @@ class MTPDrafter:
 
     name = "mtp"
     needs_hidden = True
+    gives = OFFERS
 
     def __init__(self, head: MTPHead) -> None:
         self.head = head
@@ -71,18 +90,95 @@ class MTPDrafter:
             self._tokens = mx.concatenate([self._tokens, tokens], axis=1)
             self._hidden = mx.concatenate([self._hidden, hidden], axis=1)
 
-    def draft(self, token: mx.array, k: int) -> Proposal:
+    def draft(self, token: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
         """k tokens, one after the other, each the head's first choice."""
         assert self._tokens is not None, "prefill comes before draft"
         self._tokens = mx.concatenate([self._tokens, token], axis=1)
         hidden = self._feed()[:, -1:]
         self._tokens = self._hidden = None
-        drafts = [self._choose(hidden)]
+        chain = self._chain(hidden, k, wanted)
+        branches = self._branches(chain, wanted.branches)
+        self.cache.trim(len(chain) - 1)
+        listed = max(wanted.candidates, 1)
+        choices = mx.concatenate(
+            [depth.choices[..., :listed] for depth in chain], axis=1
+        )
+        return Proposal(
+            choices[..., 0],
+            confidence=_confidence(chain) if wanted.confidence else None,
+            candidates=choices if wanted.candidates else None,
+            branches=branches,
+        )
+
+    def _chain(self, hidden: mx.array, k: int, wanted: Wanted) -> list[Depth]:
+        """Depth after depth, on from the `(1, 1, H)` answer to the pending pair."""
+        most = max(map(wanted.branches.count, wanted.branches), default=0) + 1
+        chain = [self._answer(hidden, max(most, wanted.candidates))]
         for _ in range(k - 1):
-            hidden = self.head(drafts[-1], hidden, self.cache)
-            drafts.append(self._choose(hidden))
-        self.cache.trim(k - 1)
-        return Proposal(mx.concatenate(drafts, axis=1))
+            last = chain[-1]
+            if wanted.go_on is not None and not wanted.go_on(_confidence([last])):
+                break
+            hidden = self.head(last.choices[..., 0], last.hidden, self.cache)
+            chain.append(self._answer(hidden, last.choices.shape[-1]))
+        return chain
+
+    def _branches(
+        self, chain: list[Depth], positions: Sequence[int]
+    ) -> tuple[Branch, ...]:
+        """Paths that leave the chain, each computed only if it is looked at."""
+        if not positions:
+            return ()
+        saved = snapshot([self.cache])
+        found = []
+        for i, position in enumerate(positions):
+            choice = 1 + positions[:i].count(position)
+            if position < len(chain) and choice < chain[position].choices.shape[-1]:
+                found.append(self._branch(chain, position, choice))
+                restore([self.cache], saved)
+        return tuple(found)
+
+    def _branch(self, chain: list[Depth], position: int, choice: int) -> Branch:
+        self.cache.trim(len(chain) - 1 - position)
+        token = chain[position].choices[..., choice]
+        hidden, rest = chain[position].hidden, [token]
+        for _ in range(len(chain) - 1 - position):
+            hidden = self.head(rest[-1], hidden, self.cache)
+            rest.append(mx.argmax(self.head.logits(hidden), axis=-1))
+        tokens = mx.concatenate(rest, axis=1).astype(mx.uint32)
+        return Branch(position, token, tokens[:, 1:])
+
+    def _answer(self, hidden: mx.array, choices: int) -> Depth:
+        """What `(1, 1, H)` hidden states of the head say, and its best choices."""
+        logits = self.head.logits(hidden)
+        if choices == 1:
+            best = mx.argmax(logits, axis=-1, keepdims=True)
+        else:
+            best = _best(logits, choices)
+        return Depth(hidden, logits, best.astype(mx.uint32))
+
+    def resume(self, caches: Sequence[Any]) -> int:
+        """Take over what :meth:`suspend` gave; see :class:`Drafter`."""
+        if [type(cache) for cache in caches] != [KVCache, KVCache]:
+            return 0  # another drafter's, or turned into something else
+        self.cache, last = caches
+        if last.offset != 1:  # trimmed away: one pair is lost
+            return self.cache.offset
+        self._hidden = last.keys[:, 0, :1]
+        self._tokens = mx.zeros((1, 0), dtype=mx.uint32)
+        return self.cache.offset + 1
+
+    def suspend(self) -> list[Any]:
+        """The head's cache, and the hidden state that waits for the next token.
+
+        The hidden state stands in a cache of its own, as if it were the keys of one
+        token: trimming the list drops it, as it must.
+        """
+        if self._tokens is not None and self._tokens.shape[1]:
+            self._feed()
+        if self._hidden is None or self._hidden.shape[1] != 1:
+            return [self.cache, KVCache()]
+        waiting = self._hidden[:, None]
+        return [self.cache, KVCache.from_state((waiting, waiting, 1))]
 
     def _feed(self) -> mx.array:
         """Feed all pairs whose token is known, `(1, T)`; gives `(1, T, H)`."""
@@ -94,8 +190,20 @@ class MTPDrafter:
         self._tokens = tokens[:, pairs:]
         return self.head(tokens, known, self.cache)
 
-    def _choose(self, hidden: mx.array) -> mx.array:
-        return mx.argmax(self.head.logits(hidden), axis=-1).astype(mx.uint32)
+
+def _best(logits: mx.array, n: int) -> mx.array:
+    """The n likeliest tokens of `(1, 1, V)` logits, `(1, 1, n)`, in order."""
+    n = min(n, logits.shape[-1])
+    best = mx.argpartition(-logits, n - 1, axis=-1)[..., :n]
+    order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)
+    return mx.take_along_axis(best, order, axis=-1)
+
+
+def _confidence(chain: Sequence[Depth]) -> mx.array:
+    """The head's probability of each first choice, `(1, k')` in float32."""
+    logits = mx.concatenate([depth.logits for depth in chain], axis=1)
+    logits = logits.astype(mx.float32)
+    return mx.exp(mx.max(logits, axis=-1) - mx.logsumexp(logits, axis=-1))
 
 
 def _build(context: DraftContext) -> MTPDrafter:

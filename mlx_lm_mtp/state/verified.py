@@ -22,9 +22,11 @@ class Verified:
     def __init__(self, caches: Sequence[Any], width: int) -> None:
         self.caches = caches
         self.kept = width
+        self.row = 0
 
-    def commit(self, n: int) -> None:
-        """Make the caches hold the first n inputs, 0 <= n <= those kept now."""
+    def commit(self, n: int, row: int = 0) -> None:
+        """Make the caches hold the first n inputs of one path, 0 <= n <= width."""
+        self.row = row
         if n != self.kept:
             self._keep(n)
             self.kept = n

@@ -1,0 +1,63 @@
+"""Where the time of a generation goes, stage by stage.
+
+The device works behind the host's back, so a stage that is timed must be waited for.
+That costs some of the overlap that makes a round fast: a profile tells how the parts
+compare, not how fast the whole is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import mlx.core as mx
+
+STAGES = (
+    "draft",
+    "snapshot",
+    "verify",
+    "accept",
+    "commit",
+    "replay",
+    "observe",
+    "finalise",
+)
+Wait = Callable[..., None]
+
+
+class Stopwatch:
+    """Times stages, or does nothing at all.
+
+    Args:
+        seconds: Stage -> seconds, added to; None measures nothing.
+    """
+
+    def __init__(self, seconds: Counter[str] | None = None) -> None:
+        self._seconds = seconds
+        self._inner = [0.0]  # seconds of the stages inside the current ones
+
+    def __call__(self, stage: str) -> AbstractContextManager[Wait]:
+        """Time what runs in the context; it hands over arrays that are waited for."""
+        if self._seconds is None:
+            return nullcontext(_wait_for_nothing)
+        return self._timed(stage)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[Wait]:
+        waited: list[Any] = []
+        start = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield lambda *arrays: waited.extend(arrays)
+            mx.eval(waited)
+        finally:
+            whole = time.perf_counter() - start
+            self._seconds[stage] += whole - self._inner.pop()  # type: ignore[index]
+            self._inner[-1] += whole
+
+
+def _wait_for_nothing(*arrays: Any) -> None:
+    """What a stage that is not timed does with its arrays."""

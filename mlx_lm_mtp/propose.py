@@ -1,0 +1,201 @@
+"""Ask the drafter for what a strategy wants, check what comes, and cut it to depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from . import tree
+from .drafters.base import CHAIN, OFFERS, Branch, Drafter, Proposal, Wanted, gives
+from .errors import DrafterError, InvalidOption
+from .options import DraftOptions
+
+
+class Proposer:
+    """One drafter under one set of options.
+
+    Args:
+        drafter: What proposes tokens.
+        options: Which strategy its proposals are for.
+
+    Raises:
+        InvalidOption: If the options need what the drafter does not give.
+    """
+
+    def __init__(self, drafter: Drafter, options: DraftOptions) -> None:
+        check_gives(drafter, options)
+        self._drafter = drafter
+        self._options = options
+
+    def __call__(self, token: mx.array, k: int, vocabulary: int) -> Proposal:
+        """Up to k >= 1 tokens after the pending `(1, 1)` token, ready to be verified.
+
+        Raises:
+            DrafterError: If the proposal is not what the contract says.
+        """
+        wanted = self._wanted(k)
+        if wanted == CHAIN:
+            proposal = self._drafter.draft(token, k)
+        else:
+            proposal = self._drafter.draft(token, k, wanted)  # type: ignore[call-arg]
+        proposal = _Check(self._drafter, vocabulary).proposal(proposal, k, wanted)
+        if self._options.depth == "confidence":
+            proposal = cut(proposal, confident(proposal.confidence, self._options.tau))
+        return proposal
+
+    def _wanted(self, k: int) -> Wanted:
+        options = self._options
+        rescued = tuple(range(min(options.rescue, k)))
+        by_confidence = options.depth == "confidence"
+        return Wanted(
+            confidence=by_confidence,
+            candidates=options.probe,
+            branches=tree.positions(options.paths, k) + rescued,
+            go_on=self._go_on if by_confidence and options.reads == "each" else None,
+        )
+
+    def _go_on(self, confidence: mx.array) -> bool:
+        return confidence.item() >= self._options.tau
+
+
+def check_gives(drafter: Drafter, options: DraftOptions) -> None:
+    """See that a drafter gives what the options need.
+
+    Raises:
+        InvalidOption: If it does not, or claims to give what there is not.
+    """
+    offered = gives(drafter)
+    if unknown := offered - OFFERS:
+        raise InvalidOption(
+            f"drafter {drafter.name!r} says that it gives "
+            f"{', '.join(sorted(unknown))}; there is: {', '.join(sorted(OFFERS))}."
+        )
+    for missing in sorted(options.needs - offered):
+        raise InvalidOption(
+            f"drafter {drafter.name!r} gives no {missing}, which draft option "
+            f"{_asking(options, missing)} needs; leave that option out, or choose "
+            "another drafter."
+        )
+
+
+def _asking(options: DraftOptions, what: str) -> str:
+    """The option that needs this."""
+    if what == "confidence":
+        return f"depth={options.depth}"
+    if what == "candidates":
+        return f"probe={options.probe}"
+    if options.paths > 1:
+        return f"paths={options.paths}"
+    return f"rescue={options.rescue}"
+
+
+def confident(confidence: mx.array, tau: float) -> int:
+    """Drafts to keep: on while the one before has a confidence of at least tau.
+
+    One synchronisation, or none if the values were looked at before.
+    """
+    n = 1
+    for value in confidence[0, :-1].tolist():
+        if not value >= tau:  # nor if it is no number
+            break
+        n += 1
+    return n
+
+
+def cut(proposal: Proposal, n: int) -> Proposal:
+    """The first n drafts of each path."""
+    k = proposal.tokens.shape[1]
+    if n >= k:
+        return proposal
+    candidates = proposal.candidates
+    return replace(
+        proposal,
+        tokens=proposal.tokens[:, :n],
+        candidates=None if candidates is None else candidates[:, :n],
+        branches=tuple(
+            replace(b, rest=b.rest[:, : n - b.position - 1])
+            for b in proposal.branches
+            if b.position < n
+        ),
+    )
+
+
+class _Check:
+    """Checks proposals by shapes and dtypes; values stay unread.
+
+    A token beyond the vocabulary becomes its last one: the embedding would be read out
+    of bounds. Only a token that the target chooses is ever kept.
+    """
+
+    def __init__(self, drafter: Drafter, vocabulary: int) -> None:
+        self._name = drafter.name
+        self._last = vocabulary - 1
+
+    def proposal(self, proposal: Any, k: int, wanted: Wanted) -> Proposal:
+        """What was wanted of the proposal, k drafts at most."""
+        if not isinstance(getattr(proposal, "tokens", None), mx.array):
+            raise DrafterError(
+                f"drafter {self._name!r} returned {type(proposal).__name__} from "
+                "draft(); it must return a Proposal whose tokens are an mx.array."
+            )
+        tokens = self._tokens(proposal.tokens, "(1, k')", lambda s: s[0] == 1)
+        checked = Proposal(
+            tokens,
+            confidence=self._confidence(proposal) if wanted.confidence else None,
+            candidates=self._candidates(proposal) if wanted.candidates else None,
+            branches=self._branches(proposal) if wanted.branches else (),
+        )
+        return cut(checked, k)
+
+    def _confidence(self, proposal: Proposal) -> mx.array:
+        given = proposal.confidence
+        if not isinstance(given, mx.array) or given.shape != proposal.tokens.shape:
+            raise self._error("confidence", given, "one of each token's shape, (1, k')")
+        return given
+
+    def _candidates(self, proposal: Proposal) -> mx.array:
+        given, shape = proposal.candidates, proposal.tokens.shape
+        fits = isinstance(given, mx.array) and given.shape[:2] == shape
+        if not fits or given.ndim != 3 or not mx.issubdtype(given.dtype, mx.integer):
+            raise self._error("candidates", given, "integers of shape (1, k', C)")
+        return given
+
+    def _branches(self, proposal: Proposal) -> tuple[Branch, ...]:
+        length = proposal.tokens.shape[1]
+        return tuple(self._branch(branch, length) for branch in proposal.branches)
+
+    def _branch(self, branch: Any, length: int) -> Branch:
+        if not isinstance(branch, Branch) or not 0 <= branch.position < length:
+            at = getattr(branch, "position", None)
+            raise DrafterError(
+                f"drafter {self._name!r} proposed a {type(branch).__name__} at "
+                f"position {at!r}; a Branch at 0 to {length - 1} is needed."
+            )
+        rest = self._tokens(branch.rest, "(1, m)", lambda shape: shape[0] == 1)
+        return Branch(
+            branch.position,
+            self._tokens(branch.token, "(1, 1)", lambda shape: shape == (1, 1)),
+            rest[:, : length - branch.position - 1],
+        )
+
+    def _tokens(
+        self, tokens: Any, shape: str, fits: Callable[[tuple[int, ...]], bool]
+    ) -> mx.array:
+        if not isinstance(tokens, mx.array):
+            raise self._error("tokens", tokens, f"integers of shape {shape}")
+        integers = mx.issubdtype(tokens.dtype, mx.integer)
+        if not integers or tokens.ndim != 2 or not fits(tokens.shape):
+            raise self._error("tokens", tokens, f"integers of shape {shape}")
+        return mx.minimum(tokens.astype(mx.uint32), self._last)
+
+    def _error(self, what: str, given: Any, needed: str) -> DrafterError:
+        if isinstance(given, mx.array):
+            given = f"{given.dtype} {what} of shape {tuple(given.shape)}"
+        else:
+            given = f"{given!r} as {what}"
+        return DrafterError(
+            f"drafter {self._name!r} proposed {given}; {needed} are needed."
+        )
