@@ -236,7 +236,9 @@ class _Loop:
     def _round(self, budget: int) -> Generator[Step, None, list[int]]:
         """Yield x and what is accepted behind it; returns these tokens."""
         proposal = self._draft(self._width(budget) - 1)
-        tokens = yield from self._leg(tree.rows(proposal), proposal)
+        side_by_side = self.options.paths > 1  # else branches wait for a rescue
+        rows = tree.rows(proposal) if side_by_side else proposal.tokens
+        tokens = yield from self._leg(rows, proposal)
         branch = self._rescue(proposal, len(tokens), budget)
         if branch is not None:
             width = self._width(budget - len(tokens))

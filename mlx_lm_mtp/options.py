@@ -60,7 +60,7 @@ class DraftOptions:
 
     num_draft_tokens: int = 3
     depth: str = _choice("fixed", "confidence", help="how many tokens are drafted")
-    tau: float = _number(0.5, 0, 1, help="confidence below which drafting ends")
+    tau: float = _number(0.4, 0, 1, help="confidence below which drafting ends")
     reads: str = _choice("each", "once", help="how confidences are read")
     paths: int = _number(1, 1, help="paths verified side by side")
     rescue: int = _number(0, 0, 2, help="positions at which second choices are tried")

@@ -73,6 +73,7 @@ def generation_differences(
     processors: Callable[[], list[Any]] | None = None,
     stop: int | None = None,
     caches: CachesOf = make_prompt_cache,
+    ours: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Differences:
     """A generation with drafts beside stock's, bit for bit.
@@ -86,6 +87,7 @@ def generation_differences(
         stop: Close the generator after so many tokens, at least one, as a stop string
             does; stock is then run to that length.
         caches: Makes the prompt caches.
+        ours: For the run with drafts alone.
         kwargs: For both runs, as `generate_step` takes them.
     """
 
@@ -101,7 +103,7 @@ def generation_differences(
 
     truth = stock(max_tokens, []).tokens
     our_calls: list[Any] = []
-    ours = drafted(
+    made = drafted(
         model,
         prompt,
         max_tokens,
@@ -111,10 +113,11 @@ def generation_differences(
         stop=stop,
         caches=caches(model),
         **arguments(our_calls),
+        **(ours or {}),
     )
     their_calls: list[Any] = []
     theirs = stock(max_tokens if stop is None else stop, their_calls)
-    found = result_differences(ours, theirs)
+    found = result_differences(made, theirs)
     if our_calls != their_calls:
         found.append(f"calls: {our_calls} and {their_calls}")
     return found

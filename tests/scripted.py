@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 from tiny import VOCAB
 
-from mlx_lm_mtp.drafters.base import Proposal
+from mlx_lm_mtp.drafters.base import CHAIN, Branch, Proposal, Wanted
 
 
 class Scripted:
@@ -55,3 +55,76 @@ class Scripted:
             return self.truth[i]
         said = self.truth[i] if i < len(self.truth) else 0
         return (said + 1) % VOCAB
+
+
+KINDS = ("right", "wrong", "same", "short")
+
+
+class Branching(Scripted):
+    """A scripted drafter that gives all that a strategy may want, and may lie.
+
+    Args:
+        truth, right: As for :class:`Scripted`, of the first path.
+        kinds: What its branches are, in turn: ``right``, ``wrong``, the ``same`` as the
+            first path, or right but ``short``, with nothing behind their first token.
+        confidences: What it says of its drafts, in turn.
+        obeys: Whether it stops when it is told to.
+    """
+
+    gives = frozenset({"confidence", "candidates", "branches"})
+
+    def __init__(
+        self,
+        truth: Sequence[int],
+        right: Callable[[int], bool] = lambda i: True,
+        kinds: Sequence[str] = ("right",),
+        confidences: Sequence[float] = (1.0,),
+        obeys: bool = True,
+    ) -> None:
+        self.kinds = kinds
+        self.confidences = confidences
+        self.obeys = obeys
+        super().__init__(truth, right)
+
+    def draft(self, token: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
+        start = len(self.seen) + 1
+        says = self._confidences(start, k)
+        if wanted.go_on is not None and self.obeys:
+            n = 1
+            while n < k and wanted.go_on(says[:, n - 1 : n]):
+                n += 1
+            k = n
+        tokens = [self._say(i) for i in range(start, start + k)]
+        choices = [[t, self._truth(start + i), 0] for i, t in enumerate(tokens)]
+        branches = [
+            self._branch(tokens, start, position, self.kinds[j % len(self.kinds)])
+            for j, position in enumerate(wanted.branches)
+            if position < k
+        ]
+        return Proposal(
+            mx.array([tokens], dtype=mx.uint32),
+            confidence=says[:, :k] if wanted.confidence else None,
+            candidates=mx.array([choices])[..., : wanted.candidates],
+            branches=tuple(branches),
+        )
+
+    def _confidences(self, start: int, k: int) -> mx.array:
+        n = len(self.confidences)
+        return mx.array([[self.confidences[(start + i) % n] for i in range(k)]])
+
+    def _branch(
+        self, tokens: list[int], start: int, position: int, kind: str
+    ) -> Branch:
+        path = [self._truth(i) for i in range(start, start + len(tokens))]
+        if kind == "wrong":
+            path = [(token + 2) % VOCAB for token in path]
+        if kind == "same":
+            path = tokens
+        token, rest = path[position], path[position + 1 :]
+        if kind == "short":
+            rest = []
+        as_array = [mx.array([part], dtype=mx.uint32) for part in ([token], rest)]
+        return Branch(position, *as_array)
+
+    def _truth(self, i: int) -> int:
+        return self.truth[i] if i < len(self.truth) else 0
