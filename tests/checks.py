@@ -17,12 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import oracle
 from mlx_lm.models.cache import make_prompt_cache
-from scripted import Scripted
+from scripted import Branching, Scripted
 from tiny import Spec, head_tensors
 
 import mlx_lm_mtp
 from mlx_lm_mtp import draft_generate_step
-from mlx_lm_mtp.drafters.base import Drafter, Proposal
+from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.heads.qwen import MTPHead
 from mlx_lm_mtp.options import DraftOptions
@@ -34,6 +34,7 @@ CachesOf = Callable[[nn.Module], list[Any]]
 Differences = list[str]
 
 PROMPT = (5, 9, 30, 2, 77, 41, 8)
+THREE = DraftOptions(num_draft_tokens=3)
 INPUTS = (3, 8, 20, 11, 95, 60)
 
 
@@ -234,9 +235,11 @@ class Steered(MTPDrafter):
         super().begin()
         self._script.begin()
 
-    def draft(self, token: mx.array, k: int) -> Proposal:
-        super().draft(token, k)
-        return self._script.draft(token, k)
+    def draft(self, token: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
+        super().draft(token, k, wanted)
+        if wanted == CHAIN:
+            return self._script.draft(token, k)
+        return self._script.draft(token, k, wanted)
 
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         super().observe(tokens, hidden)
@@ -257,14 +260,17 @@ def head_for(model: nn.Module) -> MTPHead:
 
 
 def drafter_differences(
-    model: nn.Module, prompt: Sequence[int], max_tokens: int, pattern: str, k: int
+    model: nn.Module,
+    prompt: Sequence[int],
+    max_tokens: int,
+    pattern: str,
+    options: DraftOptions = THREE,
 ) -> Differences:
     """The MTP drafter's cache after a generation, beside that of a drafter which was
     only ever shown the final tokens."""
     truth = oracle.stock(model, prompt, max_tokens).tokens
     head = head_for(model)
-    ours = Steered(head, Scripted(truth, right_where(pattern)))
-    options = DraftOptions(num_draft_tokens=k)
+    ours = Steered(head, Branching(truth, right_where(pattern)))
     made = drafted(model, prompt, max_tokens, ours, options=options).tokens
     fresh = MTPDrafter(head)
     tokens = mx.array([[*prompt, *made]])

@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 import mlx_lm_mtp
-from mlx_lm_mtp import generate
+from mlx_lm_mtp import generate, tree
 from mlx_lm_mtp.accept import AtOnce, OneByOne
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.generate import _Loop
-from mlx_lm_mtp.state import capture, commit, snapshot, verified
+from mlx_lm_mtp.state import capture, commit, paths, snapshot, verified
 from mlx_lm_mtp.state.capture import LayerRecord
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -243,3 +243,69 @@ def _history_of_pending(stock: Any) -> Any:
 
 
 accepted_drafts_not_in_the_history = replaced(OneByOne, "judge", _history_of_pending)
+
+# --- strategies -----------------------------------------------------------------------
+
+appended_from_the_first_path = replaced(
+    paths.StandIns,
+    "appended",
+    lambda stock: (
+        lambda self, made: (
+            pair := stock(self, made),
+            pair and tuple(mx.broadcast_to(x[:1], x.shape) for x in pair),
+        )[1]
+    ),
+)
+
+
+def _put_first(stock: Any) -> Any:
+    return lambda cache, record, n, one: stock(cache, record, n, slice(0, 1))
+
+
+recurrent_state_of_the_first_path = replaced(paths, "_put", _put_first)
+
+
+def _put_whole(stock: Any) -> Any:
+    return lambda cache, record, n, one: stock(cache, record, record.width, one)
+
+
+recurrent_state_of_the_whole_path = replaced(paths, "_put", _put_whole)
+
+
+def _walk_first(stock: Any) -> Any:
+    def walk(self: AtOnce, logits: mx.array, sampler: Any) -> Any:
+        return stock(self, mx.broadcast_to(logits[:1], logits.shape), sampler)
+
+    return walk
+
+
+chosen_from_the_first_path = replaced(AtOnce, "_walk", _walk_first)
+
+
+def _row_of_first(stock: Any) -> Any:
+    return lambda self, i: 0
+
+
+first_path_kept_one_by_one = replaced(OneByOne, "row", _row_of_first)
+
+
+def _any_branch(stock: Any) -> Any:
+    def rescue(proposal: Any, position: int, token: int) -> Any:
+        found = [b for b in proposal.branches if b.position == position]
+        return found[0] if found else None
+
+    return rescue
+
+
+rescued_by_any_branch = replaced(tree, "rescue", _any_branch)
+
+
+def _observe_last_leg(stock: Any) -> Any:
+    def observe(self: _Loop) -> None:
+        self.unobserved = self.unobserved[-1:]
+        stock(self)
+
+    return observe
+
+
+drafter_sees_the_rescue_alone = replaced(_Loop, "_observe", _observe_last_leg)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 import mutants
+import oracle
 import pytest
 from checks import (
     INPUTS,
@@ -21,10 +22,12 @@ from checks import (
     Differences,
     aspects,
     commit_differences,
+    drafted,
     drafter_differences,
     generation_differences,
     model_of,
     restore_differences,
+    right_where,
     round_differences,
     scripted,
     tree_differences,
@@ -33,12 +36,14 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from scripted import Branching
 from test_state_machine import Caches
 from tiny import Spec
 
 from mlx_lm_mtp import verify
 from mlx_lm_mtp.errors import CommitError
 from mlx_lm_mtp.options import DraftOptions
+from mlx_lm_mtp.stats import DraftStats
 
 MODELS = (Spec("qwen3_5"), Spec("qwen3_next", weights="bf16"))
 PATTERNS = ("110", "1", "0")
@@ -137,7 +142,58 @@ def drafter() -> Differences:
     return [
         difference
         for spec in MODELS
-        for difference in drafter_differences(model_of(spec), PROMPT, TOKENS, "110", 3)
+        for difference in drafter_differences(model_of(spec), PROMPT, TOKENS, "110")
+    ]
+
+
+def side_by_side() -> Differences:
+    """Three paths, of which the last is right; stopped in the middle, too."""
+    return [d for stop in (None, 6) for d in _generations_of(THREE, stop=stop)]
+
+
+def side_by_side_sampled() -> Differences:
+    return _generations_of(THREE, seed=11, sampler=lambda: make_sampler(1.0))
+
+
+def side_by_side_processed() -> Differences:
+    return _generations_of(THREE, processors=lambda: make_logits_processors(None, 1.3))
+
+
+def rescues() -> Differences:
+    """What the drafter is shown, and how often it is rescued."""
+    spec, found = MODELS[0], []
+    truth = oracle.stock(model_of(spec), PROMPT, TOKENS).tokens
+    for kinds, wanted in ((["right"], TOKENS // 4), (["wrong"], 0)):
+        ours, stats = Branching(truth, right_where("0"), kinds), DraftStats()
+        options = DraftOptions(rescue=1)
+        drafted(model_of(spec), PROMPT, TOKENS, ours, options=options, stats=stats)
+        if stats.rescues.total() != wanted:
+            found.append(f"rounds: {stats.rescues} and {wanted} rescues")
+        if ours.seen != truth:
+            found.append(f"drafter: {ours.seen} and {truth}")
+    return found
+
+
+def drafter_with_branches() -> Differences:
+    how = DraftOptions(num_draft_tokens=3, rescue=2)
+    return drafter_differences(model_of(MODELS[0]), PROMPT, TOKENS, "110", how)
+
+
+THREE = DraftOptions(num_draft_tokens=3, paths=3)
+
+
+def _generations_of(options: DraftOptions, **how: Any) -> Differences:
+    return [
+        difference
+        for spec in MODELS
+        for difference in generation_differences(
+            model_of(spec),
+            PROMPT,
+            TOKENS,
+            lambda truth: Branching(truth, right_where("10"), ["wrong", "right"]),
+            options=options,
+            **how,
+        )
     ]
 
 
@@ -179,6 +235,11 @@ CHECKS: dict[str, Callable[[], Differences]] = {
         tied,
         rounds,
         drafter,
+        drafter_with_branches,
+        side_by_side,
+        side_by_side_sampled,
+        side_by_side_processed,
+        rescues,
         commits,
         trees,
         snapshots,
@@ -233,6 +294,15 @@ TABLE = (
     ("rejected_positions_judged_too", "processed", "calls"),
     ("rejected_positions_judged_too", "own_sampler", "random state"),
     ("accepted_drafts_not_in_the_history", "processed", "calls"),
+    ("appended_from_the_first_path", "side_by_side", "caches"),
+    ("recurrent_state_of_the_first_path", "side_by_side", "caches"),
+    ("recurrent_state_of_the_whole_path", "side_by_side", "caches"),
+    ("chosen_from_the_first_path", "side_by_side", "tokens"),
+    ("chosen_from_the_first_path", "side_by_side_sampled", "tokens"),
+    ("first_path_kept_one_by_one", "side_by_side_processed", "caches"),
+    ("rescued_by_any_branch", "rescues", "rounds"),
+    ("drafter_sees_the_rescue_alone", "rescues", "drafter"),
+    ("drafter_keeps_rejected_entries", "drafter_with_branches", "drafter"),
 )
 # What comparing tokens, and even log-probabilities, would never show.
 SHOWN_BY_ONE_ASPECT_ALONE = (
