@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_lm_mtp import DraftStats, install
+from mlx_lm_mtp import Tally, install
 
 install()
 
@@ -110,13 +110,13 @@ def measure(
     """Stock and each strategy in turn, again and again."""
     stock_tps: list[float] = []
     tps: dict[str, list[float]] = {name: [] for name in args.strategies}
-    stats: dict[str, DraftStats] = {}
+    stats: dict[str, Tally] = {}
     sampler = make_sampler(args.temp)
     for _ in range(args.repeat):
         truth, speed = decode(model, tokenizer, prompt, args.tokens, sampler=sampler)
         stock_tps.append(speed)
         for name, strategy in args.strategies.items():
-            stats[name] = DraftStats()
+            stats[name] = Tally()
             tokens, speed = decode(
                 model,
                 tokenizer,

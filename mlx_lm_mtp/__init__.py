@@ -30,6 +30,7 @@ _EXPORTS = {
     "MTPDrafter": "drafters.mtp",
     "DraftOptions": "options",
     "DraftStats": "stats",
+    "Tally": "stats",
     "draft_generate_step": "generate",
     "load_head": "heads",
     "snapshot": "state.snapshot",

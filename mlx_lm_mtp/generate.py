@@ -37,7 +37,7 @@ from .profile import Stopwatch
 from .propose import Proposer
 from .state.limits import width_limit
 from .state.verified import Verified
-from .stats import DraftStats
+from .stats import Tally
 from .target import Target
 from .verify import Verifier
 
@@ -68,7 +68,7 @@ def draft_generate_step(
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     options: DraftOptions | None = None,
-    stats: DraftStats | None = None,
+    stats: Tally | None = None,
     on_tokens: OnTokens | None = None,
     eos_token_ids: Collection[int] = (),
     max_tokens: int = 256,
@@ -112,7 +112,7 @@ def draft_generate_step(
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it must have at least one token.")
     options = options or DraftOptions()
-    stats = stats or DraftStats()
+    stats = stats or Tally()
     loop = _Loop(
         Target(model, options.hidden if drafter.needs_hidden else None),
         drafter,
@@ -136,8 +136,7 @@ def draft_generate_step(
         loop.finalise()
         raise
     finally:
-        stats.resident_tokens = loop.carried.resident or len(prompt) + stats.tokens
-        stats.seconds += time.perf_counter() - started
+        loop.close(len(prompt), time.perf_counter() - started)
 
 
 class _Loop:
@@ -151,7 +150,7 @@ class _Loop:
         *,
         stream: Any,
         options: DraftOptions,
-        stats: DraftStats,
+        stats: Tally,
         on_tokens: OnTokens | None,
         eos_token_ids: Collection[int],
         sampler: Sampler,
@@ -172,7 +171,7 @@ class _Loop:
         self.processors = processors
         self.quantize = quantize
         self.history = History()
-        self.timed = Stopwatch(stats.profile if options.profile else None)
+        self.timed = Stopwatch(stats.time if options.profile else None)
         self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
         self.pending: Pending
         self.unobserved: list[Leg] = []
@@ -189,7 +188,7 @@ class _Loop:
         """Feed the prompt in chunks, its last token alone, and choose the first x."""
         progress = progress or (lambda done, total: None)
         done, total = 0, len(prompt)
-        self.stats.unseen_tokens = self.carried.begin()
+        self.stats.note(unseen_tokens=self.carried.begin())
         progress(done, total)
         while total - done > 1:
             chunk = prompt[done : done + min(step_size, total - done - 1)]
@@ -309,7 +308,7 @@ class _Loop:
             one_forward=self.options.verify == "batch",
         )
         if limit == 1 < width:
-            self.stats.undrafted[reason] += 1
+            self.stats.count_undrafted(reason)
         return width if limit is None else min(width, limit)
 
     def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
@@ -386,6 +385,11 @@ class _Loop:
         self._observe()
         with mx.stream(self.stream), self.timed("finalise"):
             self.carried.end()
+
+    def close(self, prompt: int, seconds: float) -> None:
+        """Note what is known only at the end: after `prompt` tokens and `seconds`."""
+        resident = self.carried.resident or prompt + self.stats.tokens
+        self.stats.note(resident_tokens=resident, seconds=self.stats.seconds + seconds)
 
 
 def _no_drafts() -> mx.array:

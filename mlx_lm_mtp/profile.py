@@ -8,23 +8,12 @@ compare, not how fast the whole is.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 
-STAGES = (
-    "draft",
-    "snapshot",
-    "verify",
-    "accept",
-    "commit",
-    "replay",
-    "observe",
-    "finalise",
-)
 Wait = Callable[..., None]
 
 
@@ -32,21 +21,21 @@ class Stopwatch:
     """Times stages, or does nothing at all.
 
     Args:
-        seconds: Stage -> seconds, added to; None measures nothing.
+        add: Is told each stage and its seconds; None measures nothing.
     """
 
-    def __init__(self, seconds: Counter[str] | None = None) -> None:
-        self._seconds = seconds
+    def __init__(self, add: Callable[[str, float], None] | None = None) -> None:
+        self._add = add
         self._inner = [0.0]  # seconds of the stages inside the current ones
 
     def __call__(self, stage: str) -> AbstractContextManager[Wait]:
         """Time what runs in the context; it hands over arrays that are waited for."""
-        if self._seconds is None:
+        if self._add is None:
             return nullcontext(_wait_for_nothing)
-        return self._timed(stage)
+        return self._timed(stage, self._add)
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[Wait]:
+    def _timed(self, stage: str, add: Callable[[str, float], None]) -> Iterator[Wait]:
         waited: list[Any] = []
         start = time.perf_counter()
         self._inner.append(0.0)
@@ -55,7 +44,7 @@ class Stopwatch:
             mx.eval(waited)
         finally:
             whole = time.perf_counter() - start
-            self._seconds[stage] += whole - self._inner.pop()  # type: ignore[index]
+            add(stage, whole - self._inner.pop())
             self._inner[-1] += whole
 
 

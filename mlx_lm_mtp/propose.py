@@ -9,7 +9,16 @@ from typing import Any
 import mlx.core as mx
 
 from . import tree
-from .drafters.base import CHAIN, OFFERS, Branch, Drafter, Proposal, Wanted, gives
+from .drafters.base import (
+    CHAIN,
+    OFFERS,
+    Branch,
+    Carrying,
+    Drafter,
+    Proposal,
+    Wanted,
+    gives,
+)
 from .errors import DrafterError, InvalidOption
 from .options import DraftOptions
 
@@ -72,6 +81,11 @@ def check_gives(drafter: Drafter, options: DraftOptions) -> None:
         raise InvalidOption(
             f"drafter {drafter.name!r} says that it gives "
             f"{', '.join(sorted(unknown))}; there is: {', '.join(sorted(OFFERS))}."
+        )
+    if "caches" in offered and not isinstance(drafter, Carrying):
+        raise InvalidOption(
+            f"drafter {drafter.name!r} says that it gives caches; it lacks suspend() "
+            "or resume()."
         )
     for missing in sorted(options.needs - offered):
         raise InvalidOption(

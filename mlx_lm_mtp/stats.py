@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-@dataclass
+@dataclass(frozen=True)
 class DraftStats:
-    """Counts of one generation; every rate is derived from them.
+    """Counts of one generation at one moment; every rate is derived from them.
 
     A round feeds the pending token and up to k drafts, and keeps the pending token with
     the accepted drafts. A rescue adds a second verify to its round.
@@ -37,7 +38,8 @@ class DraftStats:
         undrafted: Reason -> rounds that could not draft for it.
         resident_tokens: Tokens that the target's caches hold.
         unseen_tokens: Of those, how many from an earlier call the drafter never saw.
-        seconds: The whole generation, prefill included.
+        seconds: From the first call of the generator to its end, prefill included
+            (and whatever the caller does between two tokens).
         profile: Stage -> seconds, if the option ``profile`` is on.
     """
 
@@ -63,31 +65,6 @@ class DraftStats:
     unseen_tokens: int = 0
     seconds: float = 0.0
     profile: Counter[str] = field(default_factory=Counter)
-
-    # --- counting ---------------------------------------------------------------------
-
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add one round that drafted and accepted so many tokens."""
-        self.rounds += 1
-        self.verifies += 1
-        self.tokens += 1 + accepted
-        self.drafted.update(range(drafted))
-        self.accepted.update(range(accepted))
-        self.accept_histogram[accepted] += 1
-
-    def count_rescue(self, position: int, drafted: int, accepted: int) -> None:
-        """Add the second verify of a round, from a second choice at `position`."""
-        self.verifies += 1
-        self.tokens += 1 + accepted
-        self.rescues[position] += 1
-        self.rescue_drafted += drafted
-        self.rescue_accepted += accepted
-
-    def count_probe(self, position: int, choices: list[int], token: int) -> None:
-        """Add the drafter's choices, best first, and what the target chose there."""
-        self.probed[position] += 1
-        for n in range(1, len(choices) + 1):
-            self.covered[position, n] += token in choices[:n]
 
     # --- rates ------------------------------------------------------------------------
 
@@ -206,6 +183,68 @@ class DraftStats:
                 f"the drafter has not seen {self.unseen_tokens} cached tokens"
             )
         return "".join(f"; {reason}" for reason in reasons)
+
+
+class Tally:
+    """Counts while a generation runs; `stats` is what it has come to so far.
+
+    Everything that can be read from :class:`DraftStats` can be read from a tally.
+
+    Args:
+        known: Fields of :class:`DraftStats` that are known beforehand.
+    """
+
+    def __init__(self, **known: Any) -> None:
+        self._counts = vars(DraftStats(**known))
+
+    @property
+    def stats(self) -> DraftStats:
+        """The counts now; they do not change any more."""
+        return DraftStats(**{n: copy.copy(v) for n, v in self._counts.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copying looks for these before there are counts
+            raise AttributeError(name)
+        return getattr(self.stats, name)
+
+    def note(self, **known: Any) -> None:
+        """Put fields of :class:`DraftStats` to these values."""
+        self._counts.update(vars(DraftStats(**(self._counts | known))))
+
+    def time(self, stage: str, seconds: float) -> None:
+        """Add seconds to a stage of the profile."""
+        self._counts["profile"][stage] += seconds
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add one round that drafted and accepted so many tokens."""
+        self._add(rounds=1, verifies=1, tokens=1 + accepted)
+        self._counts["drafted"].update(range(drafted))
+        self._counts["accepted"].update(range(accepted))
+        self._counts["accept_histogram"][accepted] += 1
+
+    def count_rescue(self, position: int, drafted: int, accepted: int) -> None:
+        """Add the second verify of a round, from a second choice at `position`."""
+        self._add(verifies=1, tokens=1 + accepted)
+        self._add(rescue_drafted=drafted, rescue_accepted=accepted)
+        self._counts["rescues"][position] += 1
+
+    def count_probe(self, position: int, choices: list[int], token: int) -> None:
+        """Add the drafter's choices, best first, and what the target chose there."""
+        self._counts["probed"][position] += 1
+        for n in range(1, len(choices) + 1):
+            self._counts["covered"][position, n] += token in choices[:n]
+
+    def count_replay(self, tokens: int) -> None:
+        """Add a verify whose kept tokens were fed once more."""
+        self._add(replays=1, replayed_tokens=tokens)
+
+    def count_undrafted(self, reason: str) -> None:
+        """Add a round that could not draft."""
+        self._counts["undrafted"][reason] += 1
+
+    def _add(self, **counts: int) -> None:
+        for name, n in counts.items():
+            self._counts[name] += n
 
 
 _RATES = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidOption
 from .options import DraftOptions
-from .stats import DraftStats
+from .stats import Tally
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -29,8 +29,8 @@ _STREAM_DOC = """
           tokens stay those of plain decoding. Default: ``None``.
         num_draft_tokens (int): Drafts a round; 0 is plain decoding. Default: ``3``.
         draft_options (DraftOptions or dict, optional): How to draft and verify.
-        draft_stats (DraftStats, optional): Filled while generating; every response
-          carries it as ``draft_stats``.
+        draft_stats (Tally, optional): Filled while generating; every response
+          carries what it has come to, a ``DraftStats``, as ``draft_stats``.
     """
 # Arguments of `generate_step` that stock drops on its way to a draft model.
 _DROPPED = ("max_kv_size", "prompt_progress_callback")
@@ -49,7 +49,7 @@ class DraftRequest:
 
     drafter: Drafter | None
     options: DraftOptions
-    stats: DraftStats
+    stats: Tally
     kept: dict[str, Any] = field(default_factory=dict)
     _steps: Generator[Any, None, None] | None = None
 
@@ -113,7 +113,7 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         draft: str | Drafter | None = None,
         draft_options: DraftOptions | Mapping[str, Any] | None = None,
-        draft_stats: DraftStats | None = None,
+        draft_stats: Tally | None = None,
         **kwargs: Any,
     ) -> Any:
         if draft is None:
@@ -151,9 +151,9 @@ def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("draft") is None:
             return stock(model, tokenizer, prompt, verbose, **kwargs)
         if kwargs.get("draft_stats") is None:
-            kwargs["draft_stats"] = DraftStats()
-        stats = kwargs["draft_stats"]
+            kwargs["draft_stats"] = Tally()
         text = stock(model, tokenizer, prompt, verbose, **kwargs)
+        stats = kwargs["draft_stats"].stats
         if verbose:
             print("\n".join([stats.summary(), *stats.tables()]))
         report(stats)
@@ -166,9 +166,9 @@ def _responses(stock_responses: Any, request: DraftRequest) -> Any:
     """Stock's responses; the last is not given away before the caches are right."""
     try:
         for response in stock_responses:
-            response.draft_stats = request.stats
             if response.finish_reason is not None:
                 request.close()
+            response.draft_stats = request.stats.stats
             yield response
     finally:
         stock_responses.close()
@@ -208,7 +208,7 @@ def _resolve(
 ) -> Drafter | None:
     """The drafter of that name, or the object itself; None when nothing is drafted."""
     if not isinstance(draft, str):
-        return _checked(draft, "draft") if options.num_draft_tokens else None
+        return _checked(draft, "draft", options) if options.num_draft_tokens else None
     from .plugins import drafters
 
     registration = drafters()[draft]
@@ -221,12 +221,11 @@ def _resolve(
     context = DraftContext(model, tokenizer, options, path_of(model))
     with random_state.untouched():
         drafter = registration.factory(context)
-    return _checked(
-        drafter, f"what the factory of drafter {draft!r} ({registration.provider}) made"
-    )
+    what = f"what the factory of drafter {draft!r} ({registration.provider}) made"
+    return _checked(drafter, what, options)
 
 
-def _checked(drafter: Any, what: str) -> Drafter:
+def _checked(drafter: Any, what: str, options: DraftOptions) -> Drafter:
     if isinstance(drafter, type):
         raise InvalidOption(
             f"{what} is the class {drafter.__name__}; give an instance."
@@ -238,17 +237,22 @@ def _checked(drafter: Any, what: str) -> Drafter:
             f"{what} is {type(drafter).__name__}, which is neither the name of a "
             f"drafter nor a drafter: it lacks {', '.join(missing)}."
         )
+    from .propose import check_gives
+
+    check_gives(drafter, options)
     return drafter
 
 
-def _named(stats: DraftStats | None, draft: Any, options: DraftOptions) -> DraftStats:
-    """The statistics object to be filled, with what is known beforehand."""
+def _named(stats: Tally | None, draft: Any, options: DraftOptions) -> Tally:
+    """The tally to be filled, with what is known beforehand."""
     if stats is None:
-        stats = DraftStats()
-    if not isinstance(stats, DraftStats):
-        raise InvalidOption(f"draft_stats is {stats!r}; give a DraftStats.")
-    stats.drafter = draft if isinstance(draft, str) else str(draft.name)
-    stats.num_draft_tokens = options.num_draft_tokens
-    stats.verify = options.verify
-    stats.strategy = options.unusual
+        stats = Tally()
+    if not isinstance(stats, Tally):
+        raise InvalidOption(f"draft_stats is {stats!r}; give a Tally.")
+    stats.note(
+        drafter=draft if isinstance(draft, str) else str(draft.name),
+        num_draft_tokens=options.num_draft_tokens,
+        verify=options.verify,
+        strategy=options.unusual,
+    )
     return stats

@@ -23,7 +23,7 @@ from .state.verified import (
     captured,
     light_snapshot,
 )
-from .stats import DraftStats
+from .stats import Tally
 from .target import Forward, Target
 
 
@@ -43,7 +43,7 @@ class Verifier:
         target: Target,
         caches: list[Any],
         mode: str,
-        stats: DraftStats,
+        stats: Tally,
         timed: Stopwatch,
     ) -> None:
         self.target = target
@@ -99,8 +99,7 @@ class Verifier:
 
     def _replay(self, tokens: mx.array) -> None:
         """Feed tokens once more; nobody reads the logits."""
-        self._stats.replays += 1
-        self._stats.replayed_tokens += tokens.shape[1]
+        self._stats.count_replay(tokens.shape[1])
         with self._timed("replay") as wait:
             wait(self.target(tokens, self.caches, verify=True).logits)
 

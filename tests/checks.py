@@ -26,7 +26,7 @@ from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.heads.qwen import MTPHead
 from mlx_lm_mtp.options import DraftOptions
-from mlx_lm_mtp.stats import DraftStats
+from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target
 
 DrafterOf = Callable[[list[int]], Drafter]  # from the tokens that stock yields
@@ -202,7 +202,7 @@ def _noted(processor: Any, calls: list[Any]) -> Any:
 def round_differences(model: nn.Module, pattern: str, k: int, n: int) -> Differences:
     """Rounds that n tokens took, beside what the drafts' being right allows."""
     truth = oracle.stock(model, PROMPT, n).tokens
-    stats, options = DraftStats(), DraftOptions(num_draft_tokens=k)
+    stats, options = Tally(), DraftOptions(num_draft_tokens=k)
     drafted(model, PROMPT, n, scripted(pattern)(truth), options=options, stats=stats)
     wanted = fewest_rounds(right_where(pattern), k, n)
     if stats.rounds == wanted:

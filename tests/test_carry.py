@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 )
 from scripted import Scripted
 
-from mlx_lm_mtp import DraftStats, draft_generate_step
+from mlx_lm_mtp import Tally, draft_generate_step
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 
 FIRST, SECOND = [5, 9, 30, 2, 77], [41, 8, 3]
@@ -31,8 +31,8 @@ SPEC = tiny.Spec()
 
 def turn(
     caches: list[Any], prompt: list[int], n: int = 7, drafter: Any = None, **how: Any
-) -> tuple[list[int], DraftStats]:
-    model, stats = checks.model_of(SPEC), DraftStats()
+) -> tuple[list[int], Tally]:
+    model, stats = checks.model_of(SPEC), Tally()
     steps = draft_generate_step(
         mx.array(prompt),
         model,

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from scripted import Scripted
 
-from mlx_lm_mtp import DraftOptions, DraftStats, draft_generate_step
+from mlx_lm_mtp import DraftOptions, Tally, draft_generate_step
 
 SPECS = [
     tiny.Spec(family, experts, tied=experts, weights=weights)
@@ -45,7 +45,7 @@ def drafted(
     seed: int | None = None,
     caches: list[Any] | None = None,
     options: DraftOptions | None = None,
-    stats: DraftStats | None = None,
+    stats: Tally | None = None,
     **kwargs: Any,
 ) -> oracle.Result:
     """Our loop, run to its end."""
@@ -129,7 +129,7 @@ def test_equals_stock(
     if seed is not None:
         kwargs["sampler"] = make_sampler(0.9, top_p=0.95)
     stock = oracle.stock(model, prompt, budget, **kwargs)
-    stats = DraftStats()
+    stats = Tally()
     ours = drafted(
         model,
         prompt,
@@ -282,7 +282,7 @@ def test_rotating_cache_before_at_and_after_the_wrap(
     prompt = [i % 7 for i in range(length)]
     stock = oracle.stock(model, prompt, 24, max_kv_size=size)
     assert isinstance(stock.caches[0], RotatingKVCache)
-    stats = DraftStats()
+    stats = Tally()
     ours = drafted(
         model,
         prompt,
@@ -300,7 +300,7 @@ def test_rotating_cache_before_at_and_after_the_wrap(
 def test_where_nothing_can_be_committed_the_prefix_is_replayed() -> None:
     model = built(tiny.Spec("lfm2"))
     stock = oracle.stock(model, [1, 2, 3], 20)
-    stats = DraftStats()
+    stats = Tally()
     drafter = Scripted(stock.tokens, lambda i: i % 3 != 0)
     assert_same(drafted(model, [1, 2, 3], drafter, 20, stats=stats), stock)
     assert stats.replays > 0 and stats.replayed_tokens >= stats.replays

@@ -43,7 +43,7 @@ from tiny import Spec
 from mlx_lm_mtp import verify
 from mlx_lm_mtp.errors import CommitError
 from mlx_lm_mtp.options import DraftOptions
-from mlx_lm_mtp.stats import DraftStats
+from mlx_lm_mtp.stats import Tally
 
 MODELS = (Spec("qwen3_5"), Spec("qwen3_next", weights="bf16"))
 PATTERNS = ("110", "1", "0")
@@ -164,7 +164,7 @@ def rescues() -> Differences:
     spec, found = MODELS[0], []
     truth = oracle.stock(model_of(spec), PROMPT, TOKENS).tokens
     for kinds, wanted in ((["right"], TOKENS // 4), (["wrong"], 0)):
-        ours, stats = Branching(truth, right_where("0"), kinds), DraftStats()
+        ours, stats = Branching(truth, right_where("0"), kinds), Tally()
         options = DraftOptions(rescue=1)
         drafted(model_of(spec), PROMPT, TOKENS, ours, options=options, stats=stats)
         if stats.rescues.total() != wanted:
@@ -351,6 +351,8 @@ FOUND_BY_THE_STATE_MACHINE = (
     "stepped_to_the_snapshot_before",
     "replayed_one_input_short",
     "tree_keeps_the_first_row",
+    "appended_from_the_first_path",
+    "recurrent_state_of_the_whole_path",
 )
 
 

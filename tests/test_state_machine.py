@@ -32,12 +32,13 @@ from tiny import VOCAB, Spec
 import mlx_lm_mtp
 from mlx_lm_mtp.profile import Stopwatch
 from mlx_lm_mtp.state.verified import Verified
-from mlx_lm_mtp.stats import DraftStats
+from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target
 from mlx_lm_mtp.verify import Verifier
 
 _LONGEST = 48  # tokens; a machine that has fed more only goes back
 _WIDEST = 7
+_OFF = Stopwatch()
 
 
 def _quantized(model: Any) -> list[Any]:
@@ -148,6 +149,18 @@ class Caches(RuleBasedStateMachine):
         self.tokens += paths[best][:n]
         self.round = None
 
+    @precondition(lambda self: self._room())
+    @rule(paths=some_paths.filter(lambda p: len(p) > 1), row=share, accepted=share)
+    def verify_paths_side_by_side(
+        self, paths: list[list[int]], row: float, accepted: float
+    ) -> None:
+        verifier = Verifier(Target(self.model), self.caches, "batch", Tally(), _OFF)
+        _, verified = verifier(mx.array(paths))
+        best, n = _part(len(paths) - 1, row), _part(len(paths[0]), accepted)
+        verified.commit(n, best)
+        self.tokens += paths[best][:n]
+        self.round = None
+
     @rule()
     def snapshot(self) -> None:
         self.snapshots.append((mlx_lm_mtp.snapshot(self.caches), list(self.tokens)))
@@ -193,9 +206,7 @@ class Caches(RuleBasedStateMachine):
     def _round(
         self, tokens: list[int], accepted: float, *, way: str, committable: bool
     ) -> None:
-        verifier = Verifier(
-            Target(self.model), self.caches, way, DraftStats(), Stopwatch()
-        )
+        verifier = Verifier(Target(self.model), self.caches, way, Tally(), Stopwatch())
         verifier._committable = committable
         _, verified = verifier(mx.array([tokens]))
         self.tokens += tokens

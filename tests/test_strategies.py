@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -15,10 +16,11 @@ import tiny
 from checks import PROMPT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from scripted import KINDS, Branching, Scripted
 
-from mlx_lm_mtp import DraftOptions, DraftStats, draft_generate_step
+from mlx_lm_mtp import DraftOptions, DraftStats, Tally, draft_generate_step
 from mlx_lm_mtp.drafters.base import Branch, Proposal
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import DrafterError, InvalidOption
@@ -104,7 +106,7 @@ def test_any_strategy_with_any_drafter(
     sampling: str,
 ) -> None:
     right = checks.right_where(pattern)
-    stats = DraftStats()
+    stats = Tally()
     if stop is not None and stop > budget:
         stop = None
     found = checks.generation_differences(
@@ -128,14 +130,38 @@ def test_any_strategy_with_any_drafter(
     json.dumps(stats.to_dict(), allow_nan=False)
 
 
+@pytest.mark.parametrize("options", [{"rescue": 2}, {"paths": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+        {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 11},
+        {"caches": lambda model: [RotatingKVCache(12, keep=4) for _ in model.layers]},
+        {"caches": lambda model: [RotatingKVCache(64, keep=4) for _ in model.layers]},
+        {"caches": lambda model: [ChunkedKVCache(16) for _ in model.layers]},
+    ],
+    ids=str,
+)
+def test_other_caches(how: dict[str, Any], options: dict[str, Any]) -> None:
+    found = checks.generation_differences(
+        checks.model_of(tiny.Spec("qwen3")),
+        PROMPT,
+        20,
+        lambda truth: Branching(truth, checks.right_where("0110"), KINDS[:2]),
+        options=DraftOptions(**options),
+        **how,
+    )
+    assert found == []
+
+
 # --- how many forwards --------------------------------------------------------------
 
 
 def run(
     drafter: Any, n: int = 12, spec: tiny.Spec = SPECS[0], **options: Any
-) -> tuple[DraftStats, oracle.Result]:
+) -> tuple[Tally, oracle.Result]:
     """A generation of n tokens, compared with stock's."""
-    model, stats = checks.model_of(spec), DraftStats()
+    model, stats = checks.model_of(spec), Tally()
     options = DraftOptions(**options)
     ours = checks.drafted(model, PROMPT, n, drafter, options=options, stats=stats)
     assert checks.result_differences(ours, oracle.stock(model, PROMPT, n)) == []
@@ -464,6 +490,17 @@ def test_a_drafter_that_offers_what_there_is_not_is_refused() -> None:
         next(steps)
 
 
+def test_a_drafter_that_gives_caches_has_the_methods() -> None:
+    class Boasting(Scripted):
+        gives = ("caches",)
+
+    steps = draft_generate_step(
+        mx.array(PROMPT), checks.model_of(SPECS[0]), Boasting([])
+    )
+    with pytest.raises(InvalidOption, match=r"lacks suspend\(\) or resume\(\)"):
+        next(steps)
+
+
 # --- failures in the middle -----------------------------------------------------------
 
 
@@ -533,6 +570,19 @@ def test_the_profile_says_where_the_time_goes() -> None:
     assert stats.tokens_per_second_without_replay > stats.tokens_per_second
     stats, _ = run(Branching(truth()))
     assert not stats.profile and stats.seconds > 0 and stats.tables() == []
+
+
+def test_statistics_are_frozen_and_do_not_change_any_more() -> None:
+    tally = Tally(drafter="x")
+    before = tally.stats
+    tally.count(3, 2)
+    tally.count_probe(0, [1, 2], 2)
+    assert before == DraftStats(drafter="x") != tally.stats
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.rounds = 1  # type: ignore[misc]
+    assert tally.coverage == [[0.0, 1.0]]
+    with pytest.raises(TypeError):
+        tally.note(luck=1)
 
 
 def test_resident_tokens() -> None:

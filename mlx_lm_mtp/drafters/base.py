@@ -111,13 +111,13 @@ class Drafter(Protocol):
     Attributes:
         name: Shown in statistics.
         needs_hidden: Whether `prefill` and `observe` are to be given hidden states.
+        gives: Optional, see :func:`gives`. What the drafter gives beyond a chain of
+            tokens, out of `OFFERS`. Its `draft` then has a third parameter,
+            ``wanted: Wanted``, whose default is `CHAIN`.
     """
 
     name: str
     needs_hidden: bool
-
-    # Optional: gives: frozenset[str], out of OFFERS. A drafter that gives more than a
-    # chain of tokens has draft(token, k, wanted=CHAIN).
 
     def begin(self) -> None:
         """Forget everything: a new generation starts."""
@@ -142,6 +142,28 @@ class Drafter(Protocol):
         """
 
 
+@runtime_checkable
+class Carrying(Protocol):
+    """What a drafter that gives ``caches`` can do besides."""
+
+    def suspend(self) -> list[Any]:
+        """What it has seen, as stock cache objects, for the caller's prompt cache."""
+
+    def resume(self, caches: Sequence[Any]) -> int:
+        """After `begin`, take over what `suspend` gave in an earlier generation.
+
+        Returns how many tokens these caches have seen; 0 if they are none of its own.
+        """
+
+
+OFFERS = frozenset({"confidence", "candidates", "branches", "caches"})
+
+
+def gives(drafter: Drafter) -> frozenset[str]:
+    """What a drafter gives beyond a chain of tokens."""
+    return frozenset(getattr(drafter, "gives", ()))
+
+
 @dataclass(frozen=True)
 class DraftContext:
     """What a drafter is built from.
@@ -157,14 +179,6 @@ class DraftContext:
     tokenizer: Any
     options: DraftOptions
     model_path: Path | None = None
-
-
-OFFERS = frozenset({"confidence", "candidates", "branches", "caches"})
-
-
-def gives(drafter: Drafter) -> frozenset[str]:
-    """What a drafter gives beyond a chain of tokens."""
-    return frozenset(getattr(drafter, "gives", ()))
 
 
 DrafterFactory = Callable[[DraftContext], Drafter]

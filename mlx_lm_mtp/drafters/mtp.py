@@ -157,7 +157,7 @@ class MTPDrafter:
         return Depth(hidden, logits, best.astype(mx.uint32))
 
     def resume(self, caches: Sequence[Any]) -> int:
-        """Take over what :meth:`suspend` gave; see :class:`Drafter`."""
+        """Take over what :meth:`suspend` gave; see :class:`.base.Carrying`."""
         if [type(cache) for cache in caches] != [KVCache, KVCache]:
             return 0  # another drafter's, or turned into something else
         self.cache, last = caches
