@@ -138,7 +138,7 @@ def test_any_strategy_with_any_drafter(
         {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 11},
         {"caches": lambda model: [RotatingKVCache(12, keep=4) for _ in model.layers]},
         {"caches": lambda model: [RotatingKVCache(64, keep=4) for _ in model.layers]},
-        {"caches": lambda model: [ChunkedKVCache(16) for _ in model.layers]},
+        {"caches": lambda model: [ChunkedKVCache(64) for _ in model.layers]},
     ],
     ids=str,
 )
