@@ -14,6 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 
+STAGES = (
+    "draft",
+    "snapshot",
+    "verify",
+    "accept",
+    "commit",
+    "replay",
+    "observe",
+    "finalise",
+)
 Wait = Callable[..., None]
 
 
@@ -26,6 +36,8 @@ class Stopwatch:
 
     def __init__(self, add: Callable[[str, float], None] | None = None) -> None:
         self._add = add
+        for stage in STAGES if add else ():
+            add(stage, 0.0)  # what never happens took no time
         self._inner = [0.0]  # seconds of the stages inside the current ones
 
     def __call__(self, stage: str) -> AbstractContextManager[Wait]:
