@@ -195,44 +195,50 @@ class Tally:
     """
 
     def __init__(self, **known: Any) -> None:
-        self._counts = vars(DraftStats(**known))
+        self._values: dict[str, Any] = vars(DraftStats(**known))
+        self._stats: DraftStats | None = None  # of these values, if it was asked for
 
     @property
     def stats(self) -> DraftStats:
         """The counts now; they do not change any more."""
-        return DraftStats(**{n: copy.copy(v) for n, v in self._counts.items()})
+        if self._stats is None:
+            values = {name: copy.copy(value) for name, value in self._values.items()}
+            self._stats = DraftStats(**values)
+        return self._stats
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copying looks for these before there are counts
+        if name.startswith("_"):  # copying looks for these before there are values
             raise AttributeError(name)
         return getattr(self.stats, name)
 
     def note(self, **known: Any) -> None:
         """Put fields of :class:`DraftStats` to these values."""
-        self._counts.update(vars(DraftStats(**(self._counts | known))))
+        self._changed().update(vars(DraftStats(**(self._values | known))))
 
     def time(self, stage: str, seconds: float) -> None:
         """Add seconds to a stage of the profile."""
-        self._counts["profile"][stage] += seconds
+        self._changed()["profile"][stage] += seconds
 
     def count(self, drafted: int, accepted: int) -> None:
         """Add one round that drafted and accepted so many tokens."""
         self._add(rounds=1, verifies=1, tokens=1 + accepted)
-        self._counts["drafted"].update(range(drafted))
-        self._counts["accepted"].update(range(accepted))
-        self._counts["accept_histogram"][accepted] += 1
+        values = self._changed()
+        values["drafted"].update(range(drafted))
+        values["accepted"].update(range(accepted))
+        values["accept_histogram"][accepted] += 1
 
     def count_rescue(self, position: int, drafted: int, accepted: int) -> None:
         """Add the second verify of a round, from a second choice at `position`."""
         self._add(verifies=1, tokens=1 + accepted)
         self._add(rescue_drafted=drafted, rescue_accepted=accepted)
-        self._counts["rescues"][position] += 1
+        self._changed()["rescues"][position] += 1
 
     def count_probe(self, position: int, choices: list[int], token: int) -> None:
         """Add the drafter's choices, best first, and what the target chose there."""
-        self._counts["probed"][position] += 1
+        values = self._changed()
+        values["probed"][position] += 1
         for n in range(1, len(choices) + 1):
-            self._counts["covered"][position, n] += token in choices[:n]
+            values["covered"][position, n] += token in choices[:n]
 
     def count_replay(self, tokens: int) -> None:
         """Add a verify whose kept tokens were fed once more."""
@@ -240,11 +246,16 @@ class Tally:
 
     def count_undrafted(self, reason: str) -> None:
         """Add a round that could not draft."""
-        self._counts["undrafted"][reason] += 1
+        self._changed()["undrafted"][reason] += 1
 
     def _add(self, **counts: int) -> None:
         for name, n in counts.items():
-            self._counts[name] += n
+            self._changed()[name] += n
+
+    def _changed(self) -> dict[str, Any]:
+        """The values, about to be changed."""
+        self._stats = None
+        return self._values
 
 
 _RATES = (
