@@ -57,7 +57,7 @@ class Scripted:
         return (said + 1) % VOCAB
 
 
-KINDS = ("right", "wrong", "same", "short")
+KINDS = ("right", "wrong", "same", "short", "astray")
 
 
 class Branching(Scripted):
@@ -66,7 +66,8 @@ class Branching(Scripted):
     Args:
         truth, right: As for :class:`Scripted`, of the first path.
         kinds: What its branches are, in turn: ``right``, ``wrong``, the ``same`` as the
-            first path, or right but ``short``, with nothing behind their first token.
+            first path, right but ``short``, with nothing behind their first token, or
+            ``astray``, with nothing right behind it.
         confidences: What it says of its drafts, in turn.
         obeys: Whether it stops when it is told to.
     """
@@ -123,6 +124,8 @@ class Branching(Scripted):
         token, rest = path[position], path[position + 1 :]
         if kind == "short":
             rest = []
+        if kind == "astray":
+            rest = [(token + 3) % VOCAB for token in rest]
         as_array = [mx.array([part], dtype=mx.uint32) for part in ([token], rest)]
         return Branch(position, *as_array)
 

@@ -71,6 +71,58 @@ def test_the_tokens_are_stock_s(loaded: Any, prompt: str, temperature: float) ->
     assert ours[-1].finish_reason == stock[-1].finish_reason
 
 
+STRATEGIES: list[dict[str, Any]] = [
+    {"depth": "confidence"},
+    {"depth": "confidence", "reads": "once", "rescue": 2},
+    {"rescue": 2, "probe": 3},
+    {"paths": 3},
+    {"verify": "step", "profile": True},
+    {"hidden": "pre_norm", "prefill_step_size": 2},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("options", STRATEGIES, ids=str)
+def test_under_every_strategy(
+    loaded: Any, options: dict[str, Any], temperature: float
+) -> None:
+    sampler = make_sampler(temperature)
+    for prompt in PROMPTS[6::5]:
+        kwargs = {"max_tokens": TOKENS, "sampler": sampler, "seed": 3}
+        step = options.get("prefill_step_size", 2048)
+        stock = run(loaded, prompt, prefill_step_size=step, **kwargs)
+        ours = run(loaded, prompt, draft="mtp", draft_options=options, **kwargs)
+        assert tokens(ours) == tokens(stock)
+
+
+def test_second_choices_lengthen_a_round(loaded: Any) -> None:
+    def length(**options: Any) -> float:
+        lengths = [
+            run(loaded, prompt, max_tokens=60, draft="mtp", draft_options=options)
+            for prompt in PROMPTS[12:17]
+        ]
+        return sum(r[-1].draft_stats.mean_acceptance_length for r in lengths)
+
+    plain = length()
+    assert length(rescue=2) > 1.03 * plain
+    assert length(paths=3) > 1.03 * plain
+
+
+def test_a_second_turn_is_drafted_as_well_as_an_unbroken_prompt(loaded: Any) -> None:
+    """What the drafter has seen is in the list; without it, fewer drafts are right."""
+    accepted: dict[str, list[int]] = {"carried": [], "unbroken": []}
+    for first in PROMPTS[:8]:
+        caches, second = make_prompt_cache(loaded[0]), "\n\ndef main("
+        got = run(loaded, first, max_tokens=20, prompt_cache=caches, draft="mtp")
+        ids = [loaded[1].encode(first), tokens(got), loaded[1].encode(second)]
+        carried = run(loaded, ids[2], max_tokens=30, prompt_cache=caches, draft="mtp")
+        unbroken = run(loaded, sum(ids, []), max_tokens=30, draft="mtp")
+        for name, result in (("carried", carried), ("unbroken", unbroken)):
+            accepted[name] += [result[-1].draft_stats.accepted.total()]
+    carried, unbroken = map(sum, accepted.values())
+    assert abs(carried - unbroken) <= 0.02 * unbroken
+
+
 def test_drafts_are_accepted_as_often_as_the_card_says(loaded: Any) -> None:
     lengths = [
         run(loaded, p, max_tokens=100, draft="mtp", num_draft_tokens=2)[-1]

@@ -206,9 +206,15 @@ def test_no_rescue_where_the_second_choice_is_wrong(kinds: list[str]) -> None:
     assert not stats.rescues and stats.rounds == stats.verifies == 12
 
 
-def test_a_rescue_with_nothing_behind_it() -> None:
-    stats, _ = run(Branching(truth(), never, ["short"]), num_draft_tokens=3, rescue=1)
-    assert (stats.rounds, stats.rescues[0]) == (6, 6)
+@pytest.mark.parametrize("kind", ["short", "astray"])
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[9]], ids=["committed", "replayed"])
+def test_a_rescue_that_goes_nowhere(spec: tiny.Spec, kind: str) -> None:
+    """The second choice is the target's token all the same, so it is kept."""
+    drafter = Branching(truth(spec), never, [kind])
+    stats, _ = run(drafter, 12, spec, num_draft_tokens=3, rescue=1)
+    assert (stats.rounds, stats.rescues[0], stats.rescue_accepted) == (6, 6, 0)
+    # Two behind each, but for the last: the budget ends with it.
+    assert stats.rescue_drafted == (2 * 5 if kind == "astray" else 0)
 
 
 def test_a_rescue_within_the_budget() -> None:
