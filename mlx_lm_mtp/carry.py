@@ -37,7 +37,7 @@ class Carried:
     ) -> None:
         made = make_prompt_cache(model, max_kv_size=max_kv_size)
         self._list = made if prompt_cache is None else prompt_cache
-        self._carries = prompt_cache is not None and "caches" in gives(drafter)
+        self._carries = isinstance(prompt_cache, list) and "caches" in gives(drafter)
         self._models = len(made)
         self._drafter: Any = drafter
         self.caches = self._list[: self._models]
@@ -54,11 +54,13 @@ class Carried:
         entries = self._list[self._models :]
         seen = 0
         if entries and self._carries:
+            # They come back at the end; a generation that fails leaves none behind.
+            del self._list[self._models :]
             seen = self._drafter.resume(entries)
         return max(self.resident - seen, 0)
 
     def update(self) -> None:
-        """The model's caches may have been replaced: stock quantises them so."""
+        """The model's caches may have been replaced, as stock does to quantise them."""
         self._list[: self._models] = self.caches
 
     def end(self) -> None:

@@ -240,7 +240,7 @@ class _Loop:
         tokens = yield from self._leg(rows, proposal)
         branch = self._rescue(proposal, len(tokens), budget)
         if branch is not None:
-            width = self._width(budget - len(tokens))
+            width = self._width(budget - len(tokens), first=False)
             tokens += yield from self._leg(branch.rest[:, : width - 1], branch)
         self._observe()
         return tokens
@@ -272,7 +272,8 @@ class _Loop:
             row = judge.row(len(tokens) - 1) if tokens else 0
             self._commit(verified, judge, len(tokens), row)
             if tokens:  # of a leg that was stopped, only what was seen counts
-                seen = len(tokens) - 1 if more else drafts.shape[1]
+                stopped = more or self.ended
+                seen = len(tokens) - 1 if stopped else drafts.shape[1]
                 self._count(source, judge, seen, len(tokens) - 1)
                 self._keep(inputs, forward.hidden, len(tokens), row)
         with mx.stream(self.stream):
@@ -296,8 +297,8 @@ class _Loop:
         x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
-    def _width(self, budget: int) -> int:
-        """Inputs of the next forward: x, and as many drafts as may be kept."""
+    def _width(self, budget: int, *, first: bool = True) -> int:
+        """Inputs of a round's (first) leg: x, and as many drafts as may be kept."""
         width = self.options.num_draft_tokens + 1
         if budget > 0:
             width = min(width, budget)
@@ -307,7 +308,7 @@ class _Loop:
             quantized_kv_start=None if bits is None else start,
             one_forward=self.options.verify == "batch",
         )
-        if limit == 1 < width:
+        if limit == 1 < width and first:
             self.stats.count_undrafted(reason)
         return width if limit is None else min(width, limit)
 
@@ -375,8 +376,9 @@ class _Loop:
 
     def _quantize(self) -> None:
         start, group_size, bits = self.quantize
-        maybe_quantize_kv_cache(self.caches, start, group_size, bits)
-        self.carried.update()
+        if bits is not None:
+            maybe_quantize_kv_cache(self.caches, start, group_size, bits)
+            self.carried.update()
 
     # --- stop ---------------------------------------------------------------------
 

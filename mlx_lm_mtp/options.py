@@ -45,8 +45,8 @@ class DraftOptions:
             goes on from it is verified in the same round.
         probe: For each draft position, count how often the target's token was among
             the drafter's best 1, 2, … `probe` choices; 0 does not.
-        profile: Measure the seconds spent in each stage. Every stage is then waited
-            for, which is slower.
+        profile: Measure the seconds spent in each stage. What a stage computes is
+            then waited for, which is slower.
         verify: ``batch`` feeds the pending token and all drafts in one forward;
             ``step`` feeds them one by one with a snapshot before each.
         hidden: Which hidden states the drafter is given, those after the

@@ -38,6 +38,7 @@ class Proposer:
         check_gives(drafter, options)
         self._drafter = drafter
         self._options = options
+        self._sure = 0  # drafts of this round that were asked after, and are sure
 
     def __call__(self, token: mx.array, k: int, vocabulary: int) -> Proposal:
         """Up to k >= 1 tokens after the pending `(1, 1)` token, ready to be verified.
@@ -46,12 +47,14 @@ class Proposer:
             DrafterError: If the proposal is not what the contract says.
         """
         wanted = self._wanted(k)
+        self._sure = 0
         if wanted == CHAIN:
             proposal = self._drafter.draft(token, k)
         else:
             proposal = self._drafter.draft(token, k, wanted)  # type: ignore[call-arg]
         proposal = _Check(self._drafter, vocabulary).proposal(proposal, k, wanted)
-        if self._options.depth == "confidence":
+        undecided = self._sure < proposal.tokens.shape[1] - 1
+        if self._options.depth == "confidence" and undecided:
             proposal = cut(proposal, confident(proposal.confidence, self._options.tau))
         return proposal
 
@@ -67,7 +70,9 @@ class Proposer:
         )
 
     def _go_on(self, confidence: mx.array) -> bool:
-        return confidence.item() >= self._options.tau
+        sure = confidence.item() >= self._options.tau
+        self._sure += sure
+        return sure
 
 
 def check_gives(drafter: Drafter, options: DraftOptions) -> None:
@@ -109,7 +114,7 @@ def _asking(options: DraftOptions, what: str) -> str:
 def confident(confidence: mx.array, tau: float) -> int:
     """Drafts to keep: on while the one before has a confidence of at least tau.
 
-    One synchronisation, or none if the values were looked at before.
+    It waits for all of them.
     """
     n = 1
     for value in confidence[0, :-1].tolist():
@@ -150,7 +155,8 @@ class _Check:
 
     def proposal(self, proposal: Any, k: int, wanted: Wanted) -> Proposal:
         """What was wanted of the proposal, k drafts at most."""
-        if not isinstance(getattr(proposal, "tokens", None), mx.array):
+        given = isinstance(proposal, Proposal)
+        if not given or not isinstance(proposal.tokens, mx.array):
             raise DrafterError(
                 f"drafter {self._name!r} returned {type(proposal).__name__} from "
                 "draft(); it must return a Proposal whose tokens are an mx.array."
@@ -166,8 +172,9 @@ class _Check:
 
     def _confidence(self, proposal: Proposal) -> mx.array:
         given = proposal.confidence
-        if not isinstance(given, mx.array) or given.shape != proposal.tokens.shape:
-            raise self._error("confidence", given, "one of each token's shape, (1, k')")
+        fits = isinstance(given, mx.array) and given.shape == proposal.tokens.shape
+        if not fits or not mx.issubdtype(given.dtype, mx.floating):
+            raise self._error("confidence", given, "real numbers of shape (1, k')")
         return given
 
     def _candidates(self, proposal: Proposal) -> mx.array:
@@ -179,11 +186,13 @@ class _Check:
 
     def _branches(self, proposal: Proposal) -> tuple[Branch, ...]:
         length = proposal.tokens.shape[1]
+        if not isinstance(proposal.branches, (list, tuple)):
+            raise self._error("branches", proposal.branches, "a tuple of Branch")
         return tuple(self._branch(branch, length) for branch in proposal.branches)
 
     def _branch(self, branch: Any, length: int) -> Branch:
-        if not isinstance(branch, Branch) or not 0 <= branch.position < length:
-            at = getattr(branch, "position", None)
+        at = getattr(branch, "position", None)
+        if not isinstance(branch, Branch) or at not in range(length):
             raise DrafterError(
                 f"drafter {self._name!r} proposed a {type(branch).__name__} at "
                 f"position {at!r}; a Branch at 0 to {length - 1} is needed."

@@ -12,6 +12,8 @@ from typing import Any
 class DraftStats:
     """Counts of one generation at one moment; every rate is derived from them.
 
+    `resident_tokens` and `seconds` are known at the end of a generation.
+
     A round feeds the pending token and up to k drafts, and keeps the pending token with
     the accepted drafts. A rescue adds a second verify to its round.
 
@@ -36,7 +38,8 @@ class DraftStats:
             could be neither trimmed nor committed.
         replayed_tokens: Tokens fed in those replays.
         undrafted: Reason -> rounds that could not draft for it.
-        resident_tokens: Tokens that the target's caches hold.
+        resident_tokens: Tokens that the target's caches hold; where none of them
+            counts (recurrent layers alone), those of this generation.
         unseen_tokens: Of those, how many from an earlier call the drafter never saw.
         seconds: From the first call of the generator to its end, prefill included
             (and whatever the caller does between two tokens).

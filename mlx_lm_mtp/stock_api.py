@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class DraftRequest:
         """The token generator that stock's `stream_generate` reads."""
         kwargs |= self.kept
         if self.drafter is None:
-            self._steps = _plain(prompt, model, stream, **kwargs)
+            self._steps = _plain(self.stats, prompt, model, stream, **kwargs)
         else:
             from .generate import draft_generate_step
 
@@ -78,11 +79,17 @@ class DraftRequest:
             self._steps.close()
 
 
-def _plain(prompt: Any, model: Any, stream: Any, **kwargs: Any) -> Any:
+def _plain(stats: Tally, prompt: Any, model: Any, stream: Any, **kwargs: Any) -> Any:
+    """Stock's own steps, each counted as a round that drafts nothing."""
     from mlx_lm.generate import generate_step
 
-    for token, logprobs in generate_step(prompt, model, stream, **kwargs):
-        yield token, logprobs, False
+    started = time.perf_counter()
+    try:
+        for token, logprobs in generate_step(prompt, model, stream, **kwargs):
+            stats.count(0, 0)
+            yield token, logprobs, False
+    finally:
+        stats.note(seconds=time.perf_counter() - started)
 
 
 # --- the wrappers -----------------------------------------------------------------

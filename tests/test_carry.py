@@ -166,3 +166,65 @@ def test_quantised_on_the_way() -> None:
     assert second == stock.tokens
     assert checks.cache_differences(caches[: len(new())], stock.caches) == []
     assert stats.unseen_tokens == 0
+
+
+class Fault(Exception):
+    """Thrown by the test."""
+
+
+@pytest.mark.parametrize("where", ["callback", "processor", "thrown"])
+def test_a_turn_that_fails_leaves_no_entries_and_the_next_says_so(where: str) -> None:
+    caches = new()
+    turn(caches, FIRST)
+    calls: list[Any] = []
+
+    def fail(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise Fault
+        return arguments[-1] if len(arguments) == 2 else None
+
+    how: dict[str, Any] = {
+        "callback": {"on_tokens": fail},
+        "processor": {"logits_processors": [fail]},
+        "thrown": {},
+    }[where]
+    model = checks.model_of(SPEC)
+    steps = draft_generate_step(
+        mx.array(SECOND),
+        model,
+        MTPDrafter(checks.head_for(model)),
+        prompt_cache=caches,
+        **how,
+    )
+    with pytest.raises(Fault):
+        tokens = [next(steps)[0] for _ in range(2)]
+        if where == "thrown":
+            steps.throw(Fault())
+        tokens += [token for token, *_ in steps]
+    assert len(caches) == len(new())
+    resident = caches[1].offset
+    _, stats = turn(caches, [4, 4])
+    assert stats.unseen_tokens == resident > len(FIRST) + len(SECOND)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("size", [16, 32])
+def test_a_draft_model_s_caches_are_not_taken_for_its_own(
+    heads: int, size: int
+) -> None:
+    foreign = [KVCache(), KVCache()]
+    for cache in foreign:
+        cache.update_and_fetch(*(mx.zeros((1, heads, 3, size)) for _ in range(2)))
+    caches = [*oracle.stock(checks.model_of(SPEC), FIRST, 7).caches, *foreign]
+    _, stats = turn(caches, SECOND)
+    assert stats.unseen_tokens == len(FIRST) + 7
+    assert len(caches) == len(new()) + 2 and caches[-2] is not foreign[0]
+
+
+def test_a_tuple_of_caches_carries_nothing() -> None:
+    caches = tuple(new())
+    first, _ = turn(caches, FIRST)  # type: ignore[arg-type]
+    stock = oracle.stock(checks.model_of(SPEC), FIRST, 7)
+    assert first == stock.tokens
+    assert checks.cache_differences(caches, stock.caches) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 from typing import Any
@@ -260,6 +261,19 @@ def test_no_cache_is_written_before_a_path_has_won() -> None:
         assert checks.cache_differences(caches, checks.after_prompt(spec)) == []
 
 
+def test_paths_leave_nothing_behind() -> None:
+    """Without the garbage collector: a circle would keep P copies of every cache."""
+    gc.collect()
+    gc.disable()
+    try:
+        run(Branching(truth()), 4, paths=4)
+        before = mx.get_active_memory()
+        run(Branching(truth()), 20, paths=4)
+        assert mx.get_active_memory() <= before
+    finally:
+        gc.enable()
+
+
 def test_confidence_ends_the_draft() -> None:
     # Of the drafts 1, 2, 3 … the third is the first that is doubted: it is the last.
     for reads in ("each", "once"):
@@ -409,6 +423,19 @@ def test_a_drafter_that_lacks_something_is_refused(
         next(steps)
 
 
+@pytest.mark.parametrize("given", [None, "confidence"])
+def test_one_thing_given_may_be_a_word(given: str | None) -> None:
+    class Giving(Branching):
+        gives = given
+
+    options = {"depth": "confidence", "num_draft_tokens": 3}
+    if given:
+        assert run(Giving(truth()), **options)[0].rounds == 3
+    else:
+        with pytest.raises(InvalidOption, match="gives no confidence"):
+            run(Giving(truth()), **options)
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -452,6 +479,22 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "float32 candidates",
     ),
     "no branch": ({"rescue": 1}, {"branches": (ONE,)}, "a array at position None"),
+    "no branches": ({"rescue": 1}, {"branches": None}, "None as branches; a tuple of"),
+    "a branch nowhere": (
+        {"rescue": 1},
+        {"branches": (Branch("0", ONE, ONE),)},
+        "a Branch at position '0'",
+    ),
+    "a branch between": (
+        {"rescue": 1},
+        {"branches": (Branch(0.5, ONE, ONE),)},
+        "a Branch at position 0.5",
+    ),
+    "complex confidence": (
+        {"depth": "confidence"},
+        {"confidence": mx.ones((1, 2), mx.complex64)},
+        "complex64 confidence",
+    ),
     "a branch too far": (
         {"rescue": 1},
         {"branches": (Branch(2, ONE, ONE),)},
@@ -643,6 +686,38 @@ def test_a_callback_may_stop() -> None:
 
     _, tokens = rounds_of(20, on_tokens=stop)
     assert len(rounds) == 2 and [t for r in rounds for t in r] == tokens
+
+
+def test_drafts_behind_an_end_do_not_count_as_rejected() -> None:
+    stats = Tally()
+    steps = draft_generate_step(
+        mx.array(PROMPT),
+        checks.model_of(SPECS[0]),
+        Scripted(truth()),
+        options=DraftOptions(6),
+        stats=stats,
+        eos_token_ids={truth()[2]},
+    )
+    assert len(list(steps)) == 3
+    assert stats.drafted.total() == stats.accepted.total() == 2
+
+
+def test_a_rescue_that_may_draft_nothing_is_no_round_without_drafts() -> None:
+    for start in range(8, 20):
+        stats = Tally()
+        found = checks.generation_differences(
+            checks.model_of(tiny.Spec("qwen3")),
+            PROMPT,
+            12,
+            lambda truth: Branching(truth, never),
+            options=DraftOptions(rescue=2),
+            kv_bits=8,
+            kv_group_size=32,
+            quantized_kv_start=start,
+            ours={"stats": stats},
+        )
+        assert found == []
+        assert stats.undrafted.total() <= stats.rounds - stats.drafted[0]
 
 
 @pytest.mark.parametrize("at", range(8))

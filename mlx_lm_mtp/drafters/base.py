@@ -161,7 +161,8 @@ OFFERS = frozenset({"confidence", "candidates", "branches", "caches"})
 
 def gives(drafter: Drafter) -> frozenset[str]:
     """What a drafter gives beyond a chain of tokens."""
-    return frozenset(getattr(drafter, "gives", ()))
+    given = getattr(drafter, "gives", None) or ()
+    return frozenset([given] if isinstance(given, str) else given)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from .base import (
     Wanted,
 )
 
+_FEW = 3
 _MANY = 32  # unfed pairs beyond which they are fed even though nothing is drafted
 
 
@@ -112,15 +113,16 @@ class MTPDrafter:
 
     def _chain(self, hidden: mx.array, k: int, wanted: Wanted) -> list[Depth]:
         """Depth after depth, on from the `(1, 1, H)` answer to the pending pair."""
-        most = max(map(wanted.branches.count, wanted.branches), default=0) + 1
-        chain = [self._answer(hidden, max(most, wanted.candidates))]
-        for _ in range(k - 1):
+        chain: list[Depth] = []
+        while True:
+            branches = wanted.branches.count(len(chain))
+            chain.append(self._answer(hidden, max(1 + branches, wanted.candidates)))
             last = chain[-1]
+            if len(chain) == k:
+                return chain
             if wanted.go_on is not None and not wanted.go_on(_confidence([last])):
-                break
+                return chain
             hidden = self.head(last.choices[..., 0], last.hidden, self.cache)
-            chain.append(self._answer(hidden, last.choices.shape[-1]))
-        return chain
 
     def _branches(
         self, chain: list[Depth], positions: Sequence[int]
@@ -150,22 +152,30 @@ class MTPDrafter:
     def _answer(self, hidden: mx.array, choices: int) -> Depth:
         """What `(1, 1, H)` hidden states of the head say, and its best choices."""
         logits = self.head.logits(hidden)
-        if choices == 1:
-            best = mx.argmax(logits, axis=-1, keepdims=True)
-        else:
-            best = _best(logits, choices)
-        return Depth(hidden, logits, best.astype(mx.uint32))
+        return Depth(hidden, logits, _best(logits, choices).astype(mx.uint32))
 
     def resume(self, caches: Sequence[Any]) -> int:
         """Take over what :meth:`suspend` gave; see :class:`.base.Carrying`."""
-        if [type(cache) for cache in caches] != [KVCache, KVCache]:
-            return 0  # another drafter's, or turned into something else
+        if not self._knows(caches):
+            return 0
         self.cache, last = caches
         if last.offset != 1:  # trimmed away: one pair is lost
             return self.cache.offset
         self._hidden = last.keys[:, 0, :1]
         self._tokens = mx.zeros((1, 0), dtype=mx.uint32)
         return self.cache.offset + 1
+
+    def _knows(self, caches: Sequence[Any]) -> bool:
+        """Whether these may be what `suspend` gave, and not another drafter's."""
+        if [type(cache) for cache in caches] != [KVCache, KVCache]:
+            return False
+        attention = self.head.layers[0].self_attn
+        size = self.head.pre_fc_norm_hidden.weight.size
+        shapes = [(attention.num_key_value_heads, attention.head_dim), (1, size)]
+        return caches[1].offset <= 1 and all(
+            cache.keys is None or (cache.keys.shape[1], cache.keys.shape[3]) == shape
+            for cache, shape in zip(caches, shapes, strict=True)
+        )
 
     def suspend(self) -> list[Any]:
         """The head's cache, and the hidden state that waits for the next token.
@@ -194,9 +204,22 @@ class MTPDrafter:
 def _best(logits: mx.array, n: int) -> mx.array:
     """The n likeliest tokens of `(1, 1, V)` logits, `(1, 1, n)`, in order."""
     n = min(n, logits.shape[-1])
+    if n <= _FEW:
+        return _best_in_turn(logits, n)
     best = mx.argpartition(-logits, n - 1, axis=-1)[..., :n]
     order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)
     return mx.take_along_axis(best, order, axis=-1)
+
+
+def _best_in_turn(logits: mx.array, n: int) -> mx.array:
+    """The same for a few: to look for the largest n times is quicker than to sort."""
+    found = []
+    for _ in range(n):
+        if found:
+            lowest = mx.array(-mx.inf, dtype=logits.dtype)
+            logits = mx.put_along_axis(logits, found[-1], lowest, axis=-1)
+        found.append(mx.argmax(logits, axis=-1, keepdims=True))
+    return mx.concatenate(found, axis=-1) if n > 1 else found[0]
 
 
 def _confidence(chain: Sequence[Depth]) -> mx.array:

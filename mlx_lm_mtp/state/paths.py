@@ -12,6 +12,7 @@ grow with the context.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,10 +65,13 @@ class StandIns:
     def _noting(self, stand_in: Any) -> Callable[[mx.array, mx.array], Any]:
         pairs = self._appended.setdefault(id(stand_in), [])
         stock = type(stand_in).update_and_fetch
+        # Weakly, for the stand-in will hold this function: in a circle, its arrays
+        # would live on until the garbage collector comes by.
+        owner = weakref.ref(stand_in)
 
         def update_and_fetch(keys: mx.array, values: mx.array) -> Any:
             pairs.append((keys, values))
-            return stock(stand_in, keys, values)
+            return stock(owner(), keys, values)
 
         return update_and_fetch
 
