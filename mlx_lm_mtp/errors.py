@@ -10,6 +10,7 @@ DraftError (ValueError)
  │    ├── HeadMismatch    a head is there, but does not fit the model
  │    └── HeadUnreadable  a weight file is cut short or damaged
  ├── DrafterError         a drafter broke its contract
+ ├── NothingToChoose      logits processors left no token to choose
  └── CommitError          caches could not be brought to the accepted tokens
 """
 
@@ -52,6 +53,10 @@ class HeadUnreadable(HeadError):
 
 class DrafterError(DraftError):
     """A drafter returned something that its contract does not allow."""
+
+
+class NothingToChoose(DraftError):
+    """Logits processors made a row of NaN, or allow no token at all."""
 
 
 class CommitError(DraftError):

@@ -29,12 +29,15 @@ from mlx_lm.generate import (
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import tree
-from .accept import AtOnce, History, Judge, OneByOne, is_pure
+from .accept import AtOnce, History, Judge, OneByOne
 from .carry import Carried
 from .drafters.base import Branch, Drafter, Proposal
+from .noise import SharedNoise
 from .options import DraftOptions
 from .profile import Stopwatch
 from .propose import Proposer
+from .purity import is_pure
+from .regime import Marks, Regime
 from .state.limits import width_limit
 from .state.verified import Verified
 from .stats import Tally
@@ -71,6 +74,7 @@ def draft_generate_step(
     stats: Tally | None = None,
     on_tokens: OnTokens | None = None,
     eos_token_ids: Collection[int] = (),
+    thinking: Marks | None = None,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -94,6 +98,8 @@ def draft_generate_step(
         stats: Filled while generating.
         on_tokens: Called after each round with the tokens that it yielded; True stops.
         eos_token_ids: Tokens behind which generation ends; they are yielded.
+        thinking: The tokens that begin and end thinking, if the model thinks; the
+            statistics then tell the two parts apart.
         max_tokens: Tokens to yield; -1 for no limit.
         sampler, logits_processors, max_kv_size, prefill_step_size, kv_bits,
         kv_group_size, quantized_kv_start, prompt_progress_callback:
@@ -108,6 +114,9 @@ def draft_generate_step(
         ValueError: If the prompt is empty.
         InvalidOption: If the options need what the drafter does not give.
         DrafterError: If the drafter breaks its contract.
+        NothingToChoose: If logits processors leave no token; caches and random state
+            are then as after the last token that was yielded, as they are when a
+            processor or the sampler raises.
     """
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it must have at least one token.")
@@ -122,6 +131,7 @@ def draft_generate_step(
         stats=stats,
         on_tokens=on_tokens,
         eos_token_ids=eos_token_ids,
+        regime=Regime(thinking),
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
@@ -153,13 +163,17 @@ class _Loop:
         stats: Tally,
         on_tokens: OnTokens | None,
         eos_token_ids: Collection[int],
+        regime: Regime,
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.propose = Proposer(drafter, options)
+        self.history = History(kept=bool(processors))
+        shared = options.draft_sampling == "shared"
+        self.noise = SharedNoise(drafter, shared, sampler, processors, self.history)
+        self.propose = Proposer(drafter, options, self.noise)
         self.carried = carried
         self.caches = carried.caches
         self.stream = stream
@@ -167,10 +181,11 @@ class _Loop:
         self.stats = stats
         self.on_tokens = on_tokens
         self.eos_token_ids = eos_token_ids
+        self.regime = regime
         self.sampler = sampler
         self.processors = processors
+        self.judges_at_once = all(map(is_pure, (sampler, *processors)))
         self.quantize = quantize
-        self.history = History()
         self.timed = Stopwatch(stats.time if options.profile else None)
         self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
         self.pending: Pending
@@ -190,6 +205,8 @@ class _Loop:
         done, total = 0, len(prompt)
         self.stats.note(unseen_tokens=self.carried.begin())
         progress(done, total)
+        if self.regime.known:
+            self.regime.follow(prompt.tolist())
         while total - done > 1:
             chunk = prompt[done : done + min(step_size, total - done - 1)]
             self._prefill_chunk(chunk)
@@ -205,8 +222,7 @@ class _Loop:
             self._quantize()
             self.drafter.prefill(chunk[None], hidden)
             mx.eval([cache.state for cache in self.caches])
-            if self.processors:
-                self.history.add(chunk)
+            self.history.add(chunk)
         mx.clear_cache()
 
     def _prefill_last(self, token: mx.array) -> None:
@@ -214,7 +230,13 @@ class _Loop:
             forward = self.verifier.first(token[None])
             judge = self._judge(forward.logits, _no_drafts(), token)
             self._quantize()
-            judge.judge(0)
+            kept = 0
+            try:
+                judge.judge(0)
+                kept = 1
+            finally:
+                judge.settle(kept)
+            self.history.prompt = self.history.length
             self.drafter.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
 
@@ -276,6 +298,7 @@ class _Loop:
                 seen = len(tokens) - 1 if stopped else drafts.shape[1]
                 self._count(source, judge, seen, len(tokens) - 1)
                 self._keep(inputs, forward.hidden, len(tokens), row)
+                self.regime.follow(tokens)
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, len(tokens) - 1)
         return tokens
@@ -313,9 +336,8 @@ class _Loop:
         return width if limit is None else min(width, limit)
 
     def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
-        if is_pure(self.sampler) and not self.processors:
-            return AtOnce(logits, drafts, self.sampler)
-        return OneByOne(logits, drafts, self.sampler, self.processors, self.history, x)
+        judge = AtOnce if self.judges_at_once else OneByOne
+        return judge(logits, drafts, self.sampler, self.processors, self.history, x)
 
     def _goes_on(self, judge: Judge, tokens: list[int]) -> bool:
         """Whether the next draft is accepted; notes an end of the text."""
@@ -368,7 +390,9 @@ class _Loop:
         if isinstance(source, Branch):
             self.stats.count_rescue(source.position, drafted, accepted)
             return
-        self.stats.count(drafted, accepted)
+        self.stats.count(drafted, accepted, self.regime.now)
+        if drafted and self.noise.unguided:
+            self.stats.count_unguided(self.noise.unguided)
         if source.candidates is not None:
             choices = source.candidates[0].tolist()
             for i, token in enumerate(judge.choices()[:drafted]):

@@ -43,6 +43,9 @@ class DraftOptions:
         rescue: Positions, from the first, at which a rejected draft is rescued: if
             the drafter's second choice there is the target's token, the path that
             goes on from it is verified in the same round.
+        draft_sampling: ``shared`` chooses drafts as the target will choose its tokens,
+            with its sampler and its noise, if the drafter gives log-probabilities;
+            ``greedy`` drafts the likeliest token. Logits processors apply to both.
         probe: For each draft position, count how often the target's token was among
             the drafter's best 1, 2, … `probe` choices; 0 does not.
         profile: Measure the seconds spent in each stage. What a stage computes is
@@ -64,6 +67,9 @@ class DraftOptions:
     reads: str = _choice("each", "once", help="how confidences are read")
     paths: int = _number(1, 1, help="paths verified side by side")
     rescue: int = _number(0, 0, 2, help="positions at which second choices are tried")
+    draft_sampling: str = _choice(
+        "shared", "greedy", help="how drafts are chosen when the target samples"
+    )
     probe: int = _number(0, 0, help="best choices among which tokens are looked for")
     profile: bool = _switch("measure the seconds of each stage")
     verify: str = _choice("batch", "step", help="how drafts are verified")

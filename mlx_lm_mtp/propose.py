@@ -14,12 +14,14 @@ from .drafters.base import (
     OFFERS,
     Branch,
     Carrying,
+    Choose,
     Drafter,
     Proposal,
     Wanted,
     gives,
 )
 from .errors import DrafterError, InvalidOption
+from .noise import SharedNoise
 from .options import DraftOptions
 
 
@@ -29,13 +31,17 @@ class Proposer:
     Args:
         drafter: What proposes tokens.
         options: Which strategy its proposals are for.
+        noise: Chooses its drafts as the target will choose.
 
     Raises:
         InvalidOption: If the options need what the drafter does not give.
     """
 
-    def __init__(self, drafter: Drafter, options: DraftOptions) -> None:
+    def __init__(
+        self, drafter: Drafter, options: DraftOptions, noise: SharedNoise
+    ) -> None:
         check_gives(drafter, options)
+        self._noise = noise
         self._drafter = drafter
         self._options = options
         self._sure = 0  # drafts of this round that were asked after, and are sure
@@ -46,19 +52,22 @@ class Proposer:
         Raises:
             DrafterError: If the proposal is not what the contract says.
         """
-        wanted = self._wanted(k)
         self._sure = 0
-        if wanted == CHAIN:
-            proposal = self._drafter.draft(token, k)
-        else:
-            proposal = self._drafter.draft(token, k, wanted)  # type: ignore[call-arg]
+        with self._noise.round(token[0], vocabulary) as choose:
+            wanted = self._wanted(k, choose)
+            if wanted == CHAIN:
+                proposal = self._drafter.draft(token, k)
+            else:
+                proposal = self._drafter.draft(token, k, wanted)  # type: ignore[call-arg]
         proposal = _Check(self._drafter, vocabulary).proposal(proposal, k, wanted)
         undecided = self._sure < proposal.tokens.shape[1] - 1
         if self._options.depth == "confidence" and undecided:
             proposal = cut(proposal, confident(proposal.confidence, self._options.tau))
+        if self._noise.looks_ahead:
+            proposal = permitted(proposal, self._noise.permitted)
         return proposal
 
-    def _wanted(self, k: int) -> Wanted:
+    def _wanted(self, k: int, choose: Choose | None) -> Wanted:
         options = self._options
         rescued = tuple(range(min(options.rescue, k)))
         by_confidence = options.depth == "confidence"
@@ -67,6 +76,7 @@ class Proposer:
             candidates=options.probe,
             branches=tree.positions(options.paths, k) + rescued,
             go_on=self._go_on if by_confidence and options.reads == "each" else None,
+            choose=choose,
         )
 
     def _go_on(self, confidence: mx.array) -> bool:
@@ -140,6 +150,22 @@ def cut(proposal: Proposal, n: int) -> Proposal:
             if b.position < n
         ),
     )
+
+
+def permitted(proposal: Proposal, allowed: Callable[[mx.array], int]) -> Proposal:
+    """The proposal without the drafts that logits processors are known to forbid.
+
+    Args:
+        allowed: How many of the `(1, k')` tokens of a path are not forbidden.
+    """
+    first = proposal.tokens
+    branches = []
+    for branch in proposal.branches:
+        path = tree.path(first, branch)
+        n = allowed(path) - branch.position - 1
+        if n >= 0:
+            branches.append(replace(branch, rest=branch.rest[:, :n]))
+    return cut(replace(proposal, branches=tuple(branches)), allowed(first))
 
 
 class _Check:

@@ -1,6 +1,6 @@
-"""Read the state of `mx.random`, and put it back.
+"""Read the state of `mx.random`, and put it back, without waiting for the device.
 
-The state cannot be assigned, but seeding with its two halves gives the same state.
+The list of states takes no assignment, but the array in it can be written.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import mlx.core as mx
 
 def current() -> mx.array:
     """The state now, `(2,)` uint32; may be lazy."""
-    return mx.random.state[0]
+    return mx.array(mx.random.state[0])  # a copy, for the array itself is written
 
 
 def put_back(state: mx.array) -> None:
     """Make `mx.random` go on from a state that :func:`current` gave."""
-    high, low = state.tolist()
-    mx.random.seed(high << 32 | low)
+    mx.random.state[0][:] = state
 
 
 @contextmanager

@@ -38,6 +38,11 @@ class DraftStats:
             could be neither trimmed nor committed.
         replayed_tokens: Tokens fed in those replays.
         undrafted: Reason -> rounds that could not draft for it.
+        unguided: Reason -> rounds whose drafts were the drafter's own first choices,
+            although the target samples or processes its logits.
+        regime_rounds, regime_drafted, regime_accepted: ``thinking`` or ``answer`` ->
+            rounds, drafts and accepted drafts there (by the token that the round
+            begins with); empty if the model does not think.
         resident_tokens: Tokens that the target's caches hold; where none of them
             counts (recurrent layers alone), those of this generation.
         unseen_tokens: Of those, how many from an earlier call the drafter never saw.
@@ -64,6 +69,10 @@ class DraftStats:
     replays: int = 0
     replayed_tokens: int = 0
     undrafted: Counter[str] = field(default_factory=Counter)
+    unguided: Counter[str] = field(default_factory=Counter)
+    regime_rounds: Counter[str] = field(default_factory=Counter)
+    regime_drafted: Counter[str] = field(default_factory=Counter)
+    regime_accepted: Counter[str] = field(default_factory=Counter)
     resident_tokens: int = 0
     unseen_tokens: int = 0
     seconds: float = 0.0
@@ -98,6 +107,15 @@ class DraftStats:
         return self.verifies - self.replays
 
     @property
+    def acceptance_by_regime(self) -> dict[str, float]:
+        """Accepted / drafted while thinking and while answering, where it did both
+        or may have."""
+        return {
+            regime: _ratio(self.regime_accepted[regime], self.regime_drafted[regime])
+            for regime in sorted(self.regime_rounds, reverse=True)
+        }
+
+    @property
     def coverage(self) -> list[list[float]]:
         """For each draft position, how often the target's token was among the best 1,
         2, … choices, whether or not the drafts before were right."""
@@ -122,7 +140,7 @@ class DraftStats:
     def to_dict(self) -> dict[str, Any]:
         """Counts and rates as JSON has them; a histogram is a list from 0 on."""
         counts = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
-        named = {"undrafted": dict(self.undrafted), "profile": dict(self.profile)}
+        named = {name: dict(getattr(self, name)) for name in _NAMED}
         rates = {name: getattr(self, name) for name in _RATES}
         del counts["covered"]  # is in the rates, as `coverage`
         return counts | named | rates
@@ -138,7 +156,7 @@ class DraftStats:
         return (
             f"{head}, {self.mean_acceptance_length:.2f} tokens a round, "
             f"{self.acceptance_rate:.1%} accepted (by position: {positions})"
-            f"{self._rescues()}{self._replays()}{self._why()}"
+            f"{self._regimes()}{self._rescues()}{self._replays()}{self._why()}"
         )
 
     def tables(self) -> list[str]:
@@ -168,6 +186,10 @@ class DraftStats:
         rows.append(("… without replay", f"{without:.1f}", ""))
         return rows
 
+    def _regimes(self) -> str:
+        rates = self.acceptance_by_regime.items()
+        return "".join(f", {rate:.1%} in its {regime}" for regime, rate in rates)
+
     def _rescues(self) -> str:
         if not self.rescues:
             return ""
@@ -181,6 +203,10 @@ class DraftStats:
 
     def _why(self) -> str:
         reasons = [f"{n} rounds without drafts: {r}" for r, n in self.undrafted.items()]
+        for reason, n in self.unguided.items():
+            reasons.append(
+                f"{n} rounds drafted by its own first choices, since {reason}"
+            )
         if self.unseen_tokens:
             reasons.append(
                 f"the drafter has not seen {self.unseen_tokens} cached tokens"
@@ -222,10 +248,14 @@ class Tally:
         """Add seconds to a stage of the profile."""
         self._changed()["profile"][stage] += seconds
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add one round that drafted and accepted so many tokens."""
+    def count(self, drafted: int, accepted: int, regime: str = "") -> None:
+        """Add one round that drafted and accepted so many tokens in this regime."""
         self._add(rounds=1, verifies=1, tokens=1 + accepted)
         values = self._changed()
+        if regime:
+            values["regime_rounds"][regime] += 1
+            values["regime_drafted"][regime] += drafted
+            values["regime_accepted"][regime] += accepted
         values["drafted"].update(range(drafted))
         values["accepted"].update(range(accepted))
         values["accept_histogram"][accepted] += 1
@@ -251,6 +281,10 @@ class Tally:
         """Add a round that could not draft."""
         self._changed()["undrafted"][reason] += 1
 
+    def count_unguided(self, reason: str) -> None:
+        """Add a round whose drafts were not chosen as the target chooses."""
+        self._changed()["unguided"][reason] += 1
+
     def _add(self, **counts: int) -> None:
         for name, n in counts.items():
             self._changed()[name] += n
@@ -261,9 +295,18 @@ class Tally:
         return self._values
 
 
+_NAMED = (
+    "undrafted",
+    "unguided",
+    "regime_rounds",
+    "regime_drafted",
+    "regime_accepted",
+    "profile",
+)
 _RATES = (
     "acceptance_rate",
     "acceptance_per_position",
+    "acceptance_by_regime",
     "mean_acceptance_length",
     "verifies_per_token",
     "direct_commits",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidOption
 from .options import DraftOptions
+from .regime import Marks
 from .stats import Tally
 
 if TYPE_CHECKING:
@@ -45,12 +46,14 @@ class DraftRequest:
         drafter: What proposes tokens; None is plain decoding.
         options: How to draft and verify.
         stats: Filled while generating.
+        thinking: The tokens that begin and end thinking, if the model thinks.
         kept: Arguments that stock would drop.
     """
 
     drafter: Drafter | None
     options: DraftOptions
     stats: Tally
+    thinking: Marks | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     _steps: Generator[Any, None, None] | None = None
 
@@ -69,6 +72,7 @@ class DraftRequest:
                 stream,
                 options=self.options,
                 stats=self.stats,
+                thinking=self.thinking,
                 **kwargs,
             )
         return self._steps
@@ -133,7 +137,7 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         _check_arguments(arguments)
         drafter = _resolve(draft, model, tokenizer, options)
         stats = _named(draft_stats, draft, options)
-        request = DraftRequest(drafter, options, stats)
+        request = DraftRequest(drafter, options, stats, _thinking(tokenizer))
         request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
         return _responses(stock(**arguments | {"draft_model": request}), request)
 
@@ -230,6 +234,14 @@ def _resolve(
         drafter = registration.factory(context)
     what = f"what the factory of drafter {draft!r} ({registration.provider}) made"
     return _checked(drafter, what, options)
+
+
+def _thinking(tokenizer: Any) -> Marks | None:
+    """The tokens around thinking, if a tokenizer has them as stock's wrapper does."""
+    marks = [
+        getattr(tokenizer, f"think_{mark}_tokens", None) for mark in ("start", "end")
+    ]
+    return Marks(*marks) if all(marks) else None
 
 
 def _checked(drafter: Any, what: str, options: DraftOptions) -> Drafter:

@@ -30,10 +30,14 @@ def rows(proposal: Proposal) -> mx.array:
     return mx.concatenate([first, *(_row(first, b) for b in proposal.branches)])
 
 
+def path(first: mx.array, branch: Branch) -> mx.array:
+    """All drafts of a branch, those that it shares with the first path included."""
+    shared = first[:, : branch.position]
+    return mx.concatenate([shared, branch.token, branch.rest], axis=1)
+
+
 def _row(first: mx.array, branch: Branch) -> mx.array:
-    row = mx.concatenate(
-        [first[:, : branch.position], branch.token, branch.rest], axis=1
-    )
+    row = path(first, branch)
     lacking = first.shape[1] - row.shape[1]
     return mx.concatenate(
         [row, mx.repeat(row[:, -1:], max(lacking, 0), axis=1)], axis=1

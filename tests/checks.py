@@ -94,8 +94,8 @@ def generation_differences(
 
     def arguments(calls: list[Any]) -> dict[str, Any]:
         made = processors() if processors else []
-        kwargs["logits_processors"] = [_noted(p, calls) for p in made]
-        return {**kwargs, "sampler": sampler() if sampler else None}
+        noted = {"logits_processors": [_noted(p, calls) for p in made]}
+        return {**noted, **kwargs, "sampler": sampler() if sampler else None}
 
     def stock(n: int, calls: list[Any]) -> oracle.Result:
         return oracle.stock(

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 import mlx_lm_mtp
-from mlx_lm_mtp import generate, tree
-from mlx_lm_mtp.accept import AtOnce, OneByOne
+from mlx_lm_mtp import generate, random_state, tree
+from mlx_lm_mtp.accept import AtOnce, OneByOne, log_probabilities
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.generate import _Loop
 from mlx_lm_mtp.state import capture, commit, paths, snapshot, verified
@@ -183,23 +183,51 @@ random_state_not_put_back = replaced(
 
 
 def _sample_in_one_draw(stock: Any) -> Any:
-    def sample(self: AtOnce, sampler: Any) -> mx.array:
-        before = mx.random.state[0]
-        chosen = sampler(self._logprobs)
-        self._states = [before] + [mx.random.state[0]] * len(chosen)
-        return chosen
+    def follow(self: AtOnce, logits: mx.array) -> Any:
+        before = random_state.current()
+        stock(self, logits)
+        rows = [log_probabilities(row) for row in logits[0]]
+        random_state.put_back(before)
+        chosen = self._sampler(mx.stack(rows))
+        self._states = [before] + [random_state.current()] * len(rows)
+        return rows, chosen
 
-    return sample
+    return follow
 
 
-all_positions_sampled_in_one_draw = replaced(AtOnce, "_sample", _sample_in_one_draw)
+all_positions_sampled_in_one_draw = replaced(AtOnce, "_follow", _sample_in_one_draw)
+
+
+def _draw_anew(stock: Any) -> Any:
+    def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> Any:
+        row, token = stock(self, logits, chosen)
+        if len(chosen) < self._drafts.shape[1]:
+            draft, anew = self._drafts[0, len(chosen)], self._sampler(row[None])
+            token = mx.where(token == draft, token, anew)
+        return row, token
+
+    return choose
+
+
+rejected_positions_drawn_anew = replaced(AtOnce, "_choose", _draw_anew)
+
+
+def _same_noise(stock: Any) -> Any:
+    def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> Any:
+        random_state.put_back(self._states[0])
+        return stock(self, logits, chosen)
+
+    return choose
+
+
+same_noise_at_every_position = replaced(AtOnce, "_choose", _same_noise)
 
 
 def _choose_from_logits(stock: Any) -> Any:
-    def init(self: AtOnce, logits: mx.array, drafts: mx.array, sampler: Any) -> None:
-        stock(self, logits, drafts, sampler)
-        if sampler is greedy_sampler:
-            self._chosen = sampler(logits[0])
+    def init(self: AtOnce, logits: mx.array, drafts: mx.array, *more: Any) -> None:
+        stock(self, logits, drafts, *more)
+        if self._sampler is greedy_sampler:
+            self._chosen = self._sampler(logits[0])
 
     return init
 
@@ -244,6 +272,27 @@ def _history_of_pending(stock: Any) -> Any:
 
 accepted_drafts_not_in_the_history = replaced(OneByOne, "judge", _history_of_pending)
 
+
+def _without_chosen(stock: Any) -> Any:
+    def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> Any:
+        return stock(self, logits, [])
+
+    return choose
+
+
+history_of_pending_at_once = replaced(AtOnce, "_choose", _without_chosen)
+
+
+def _settle_without_history(stock: Any) -> Any:
+    def settle(self: AtOnce, kept: int) -> None:
+        with patch.object(self._history, "add", lambda tokens: None):
+            stock(self, kept)
+
+    return settle
+
+
+history_not_grown_at_once = replaced(AtOnce, "settle", _settle_without_history)
+
 # --- strategies -----------------------------------------------------------------------
 
 appended_from_the_first_path = replaced(
@@ -272,14 +321,14 @@ def _put_whole(stock: Any) -> Any:
 recurrent_state_of_the_whole_path = replaced(paths, "_put", _put_whole)
 
 
-def _walk_first(stock: Any) -> Any:
-    def walk(self: AtOnce, logits: mx.array, sampler: Any) -> Any:
-        return stock(self, mx.broadcast_to(logits[:1], logits.shape), sampler)
+def _follow_first(stock: Any) -> Any:
+    def follow(self: AtOnce, logits: mx.array) -> Any:
+        return stock(self, mx.broadcast_to(logits[:1], logits.shape))
 
-    return walk
+    return follow
 
 
-chosen_from_the_first_path = replaced(AtOnce, "_walk", _walk_first)
+chosen_from_the_first_path = replaced(AtOnce, "_follow", _follow_first)
 
 
 def _row_of_first(stock: Any) -> Any:

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+from mlx_lm.sample_utils import greedy_sampler
 from tiny import VOCAB
 
-from mlx_lm_mtp.drafters.base import CHAIN, Branch, Proposal, Wanted
+from mlx_lm_mtp.accept import History
+from mlx_lm_mtp.drafters.base import CHAIN, Branch, Drafter, Proposal, Wanted
+from mlx_lm_mtp.noise import SharedNoise
+from mlx_lm_mtp.options import DraftOptions
+from mlx_lm_mtp.propose import Proposer
+
+
+def proposer(drafter: Drafter) -> Proposer:
+    """What asks this drafter, for greedy decoding as usual."""
+    noise = SharedNoise(drafter, True, greedy_sampler, (), History())
+    return Proposer(drafter, DraftOptions(), noise)
 
 
 class Scripted:

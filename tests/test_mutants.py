@@ -97,8 +97,29 @@ def processed() -> Differences:
 
 
 def own_sampler() -> Differences:
-    """A sampler that is not known to be pure, and draws from `mx.random`."""
-    return _generations(seed=11, sampler=lambda: lambda x: mx.random.categorical(x))
+    """A sampler that keeps a state, and draws from `mx.random`."""
+
+    def warming() -> Any:
+        calls = []
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            calls.append(logprobs)
+            return mx.random.categorical(logprobs / (1 + 0.1 * len(calls)))
+
+        return sampler
+
+    return _generations(seed=11, sampler=warming)
+
+
+def processed_at_once() -> Differences:
+    """Stock's own processors, which may be called for drafts as well."""
+    penalties = make_logits_processors({3: 1.5}, 1.3, 6, 0.4, 6, 0.3, 6)
+    return _generations(
+        ("110", "1"),
+        seed=5,
+        sampler=lambda: make_sampler(0.9),
+        logits_processors=penalties,
+    )
 
 
 def own_ring() -> Differences:
@@ -229,6 +250,7 @@ CHECKS: dict[str, Callable[[], Differences]] = {
         stopped_sampling,
         sampled,
         processed,
+        processed_at_once,
         own_sampler,
         own_ring,
         quantized,
@@ -292,6 +314,9 @@ TABLE = (
     ("all_positions_sampled_in_one_draw", "sampled", "tokens"),
     ("greedy_choice_from_logits", "tied", "tokens"),
     ("rejected_positions_judged_too", "processed", "calls"),
+    ("history_of_pending_at_once", "processed_at_once", "tokens"),
+    ("history_not_grown_at_once", "processed_at_once", "tokens"),
+    ("random_state_not_put_back", "processed_at_once", "random state"),
     ("rejected_positions_judged_too", "own_sampler", "random state"),
     ("accepted_drafts_not_in_the_history", "processed", "calls"),
     ("appended_from_the_first_path", "side_by_side", "caches"),
@@ -332,7 +357,8 @@ def _planted() -> Iterator[str]:
 
 
 def test_every_planted_bug_and_every_check_is_in_the_table() -> None:
-    assert {bug for bug, _, _ in TABLE} == set(_planted())
+    found_elsewhere = {"rejected_positions_drawn_anew", "same_noise_at_every_position"}
+    assert {bug for bug, _, _ in TABLE} | found_elsewhere == set(_planted())
     assert {check for _, check, _ in TABLE} == set(CHECKS) - {"own_ring"}
 
 

@@ -24,7 +24,7 @@ import pluggy
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
-from scripted import Scripted
+from scripted import Scripted, proposer
 from tiny import Spec
 
 from mlx_lm_mtp import cli, draft_generate_step, hookimpl, hookspecs, plugins
@@ -33,7 +33,6 @@ from mlx_lm_mtp.drafters.base import DraftContext, Drafter, Proposal
 from mlx_lm_mtp.errors import DrafterError, InvalidOption, PluginError, UnknownDrafter
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.plugins import DrafterPlugins
-from mlx_lm_mtp.propose import Proposer
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -605,7 +604,7 @@ def test_a_wrong_proposal_is_the_drafters_fault(proposal: Any, part: str) -> Non
 @pytest.mark.parametrize("dtype", [mx.uint32, mx.int32, mx.int64, mx.uint8], ids=str)
 def test_integers_of_any_size_are_tokens(dtype: mx.Dtype) -> None:
     proposal = Proposal(mx.array([[1, 2]], dtype))
-    tokens = Proposer(Proposing(proposal), DraftOptions())(X, 2, 96).tokens
+    tokens = proposer(Proposing(proposal))(X, 2, 96).tokens
     assert tokens.dtype == mx.uint32
     assert tokens.tolist() == [[1, 2]]
 
@@ -614,7 +613,7 @@ def test_integers_of_any_size_are_tokens(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_tokens_beyond_k_are_cut(k: int, given: int) -> None:
     proposing = Proposing(Proposal.of(range(given)))
-    tokens = Proposer(proposing, DraftOptions())(X, k, 96).tokens
+    tokens = proposer(proposing)(X, k, 96).tokens
     assert tokens.tolist() == [list(range(given))[:k]]
     assert tokens.dtype == mx.uint32
 

@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from scripted import KINDS, Branching, Scripted
 
 from mlx_lm_mtp import DraftOptions, DraftStats, Tally, draft_generate_step
-from mlx_lm_mtp.drafters.base import Branch, Proposal
+from mlx_lm_mtp.drafters.base import Branch, Choices, Choose, Proposal, Wanted
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import DrafterError, InvalidOption
 
@@ -238,11 +238,8 @@ def test_of_equal_paths_the_earliest_wins() -> None:
 
     logits = mx.zeros((3, 3, 8)).at[:, :, 5].add(1.0)
     drafts = mx.array([[1, 5], [5, 5], [5, 5]], dtype=mx.uint32)
-    judges = [
-        AtOnce(logits, drafts, greedy_sampler),
-        OneByOne(logits, drafts, greedy_sampler, [], History(), mx.array([0])),
-    ]
-    for judge in judges:
+    for kind in (AtOnce, OneByOne):
+        judge = kind(logits, drafts, greedy_sampler, [], History(), mx.array([0]))
         for i in range(3):
             judge.judge(i)
         assert [judge.accepts(i) for i in range(3)] == [True, True, False]
@@ -355,7 +352,6 @@ def test_a_branch_is_the_chain_of_its_token() -> None:
     """What a branch says after its token is what the chain would say after it."""
     model = checks.model_of(tiny.Spec())
     drafter = MTPDrafter(checks.head_for(model))
-    from mlx_lm_mtp.drafters.base import Wanted
 
     tokens = mx.array([PROMPT])
     hidden = checks.Target(model, "post_norm")(
@@ -372,30 +368,24 @@ def test_a_branch_is_the_chain_of_its_token() -> None:
     for branch in found.branches:
         drafter.begin()
         drafter.prefill(tokens, hidden)
-        forced = _forced(drafter, branch, found.tokens[0].tolist())
-        again = forced.draft(mx.array([[9]]), 4).tokens[0].tolist()
+        wanted = Wanted(choose=_forced(branch, found.tokens[0].tolist()))
+        again = drafter.draft(mx.array([[9]]), 4, wanted).tokens[0].tolist()
         path = [branch.token.item(), *branch.rest[0].tolist()]
         assert again[branch.position :] == path
         assert branch.token.item() != found.tokens[0, branch.position].item()
 
 
-def _forced(drafter: MTPDrafter, branch: Branch, chain: list[int]) -> MTPDrafter:
-    """The same drafter, made to choose a branch's token at its position."""
+def _forced(branch: Branch, chain: list[int]) -> Choose:
+    """What chooses a branch's token at its position, and the likeliest behind it."""
     forced = [*chain[: branch.position], branch.token.item()]
 
-    class Forced(MTPDrafter):
-        def __init__(self) -> None:
-            vars(self).update(vars(drafter))
-            self.said = 0
+    def choose(logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
+        chosen = Choices.likeliest(logits, n)
+        if drafted.shape[1] < len(forced):
+            chosen = chosen._replace(tokens=mx.array([[[forced[drafted.shape[1]]]]]))
+        return chosen
 
-        def _answer(self, hidden: mx.array, choices: int) -> Any:
-            depth = super()._answer(hidden, choices)
-            if self.said < len(forced):
-                depth = depth._replace(choices=mx.array([[[forced[self.said]]]]))
-            self.said += 1
-            return depth
-
-    return Forced()
+    return choose
 
 
 # --- what is refused ----------------------------------------------------------------

@@ -17,8 +17,8 @@ ROOT = Path(mlx_lm_mtp.__file__).parent
 
 # A module imports only from those above it. What a line has in common is a layer.
 LAYERS = [
-    {"_version", "errors", "random_state", "wrapping"},
-    {"options", "stats", "origin", "profile"},
+    {"_version", "errors", "random_state", "wrapping", "choices", "purity", "regime"},
+    {"options", "stats", "origin", "profile", "coupling"},
     {"state.snapshot", "state.capture", "state.rowwise"},
     {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
     {
@@ -30,7 +30,7 @@ LAYERS = [
         "heads",
         "hookspecs",
     },
-    {"tree", "carry", "state.paths"},
+    {"tree", "carry", "state.paths", "noise"},
     {"verify", "propose", "drafters.mtp", "plugins"},
     {"generate"},
     {"stock_cli"},
@@ -49,6 +49,7 @@ START = {
     "options",
     "stats",
     "wrapping",
+    "regime",
 }
 
 

@@ -14,6 +14,7 @@ hold, once and in order; a rejected draft is never among them.
 
 A drafter that needs random numbers draws them with a key of its own
 (``mx.random.key``): the global state of `mx.random` belongs to the target's sampler.
+To draft as that sampler will choose, it gives ``logprobs`` and asks `Wanted.choose`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..choices import best
 from ..errors import DrafterError
 from ..options import DraftOptions
 
@@ -77,6 +79,41 @@ class Proposal:
         return cls(mx.array(list(tokens), dtype=mx.uint32)[None])
 
 
+class Choices(NamedTuple):
+    """What to draft at one position.
+
+    Args:
+        tokens: `(1, 1, n)`, the best first.
+        confidence: `(1, 1)` in float32, how likely the best is the target's token.
+    """
+
+    tokens: mx.array
+    confidence: mx.array
+
+    @classmethod
+    def likeliest(cls, logits: mx.array, n: int = 1) -> Choices:
+        """The n likeliest tokens of `(1, 1, V)` logits."""
+        exact = logits.astype(mx.float32)
+        surest = mx.max(exact, axis=-1) - mx.logsumexp(exact, axis=-1)
+        return cls(best(logits, n), mx.exp(surest))
+
+
+class Choose(Protocol):
+    """Chooses drafts as the target will choose its tokens, noise included."""
+
+    def __call__(self, logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
+        """The best n tokens to draft at one position of one path.
+
+        What is kept from call to call is only which positions were reached: a position
+        can be asked for once the one before it was, on whichever path.
+
+        Args:
+            logits: `(1, 1, V)`, the drafter's logits or log-probabilities.
+            drafted: `(1, d)`, what this path drafts before that.
+            n: How many.
+        """
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a strategy wants of a proposal beyond a chain of tokens.
@@ -93,12 +130,15 @@ class Wanted:
         go_on: To be called, if not None, with the `(1, 1)` confidence of each draft
             but the k-th; when it returns False, no further token is needed. It may
             wait for the device. To draft k tokens all the same is correct.
+        choose: To be asked for every choice, if not None, instead of taking the
+            likeliest token.
     """
 
     confidence: bool = False
     candidates: int = 0
     branches: tuple[int, ...] = ()
     go_on: Callable[[mx.array], bool] | None = None
+    choose: Choose | None = None
 
 
 CHAIN = Wanted()
@@ -156,7 +196,7 @@ class Carrying(Protocol):
         """
 
 
-OFFERS = frozenset({"confidence", "candidates", "branches", "caches"})
+OFFERS = frozenset({"confidence", "candidates", "branches", "caches", "logprobs"})
 
 
 def gives(drafter: Drafter) -> frozenset[str]:

@@ -27,13 +27,14 @@ from .base import (
     CHAIN,
     OFFERS,
     Branch,
+    Choices,
+    Choose,
     DraftContext,
     DrafterFactory,
     Proposal,
     Wanted,
 )
 
-_FEW = 3
 _MANY = 32  # unfed pairs beyond which they are fed even though nothing is drafted
 
 
@@ -41,8 +42,8 @@ class Depth(NamedTuple):
     """The head's answer at one depth."""
 
     hidden: mx.array  # (1, 1, H), its output
-    logits: mx.array  # (1, 1, V)
     choices: mx.array  # (1, 1, C), the best first
+    confidence: mx.array  # (1, 1), in the best
 
 
 class MTPDrafter:
@@ -92,13 +93,16 @@ class MTPDrafter:
             self._hidden = mx.concatenate([self._hidden, hidden], axis=1)
 
     def draft(self, token: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
-        """k tokens, one after the other, each the head's first choice."""
+        """k tokens, one after the other, each its first choice.
+
+        Which is the likeliest one, unless ``wanted.choose`` takes another.
+        """
         assert self._tokens is not None, "prefill comes before draft"
         self._tokens = mx.concatenate([self._tokens, token], axis=1)
         hidden = self._feed()[:, -1:]
         self._tokens = self._hidden = None
         chain = self._chain(hidden, k, wanted)
-        branches = self._branches(chain, wanted.branches)
+        branches = self._branches(chain, wanted)
         self.cache.trim(len(chain) - 1)
         listed = max(wanted.candidates, 1)
         choices = mx.concatenate(
@@ -106,7 +110,7 @@ class MTPDrafter:
         )
         return Proposal(
             choices[..., 0],
-            confidence=_confidence(chain) if wanted.confidence else None,
+            confidence=mx.concatenate([depth.confidence for depth in chain], axis=1),
             candidates=choices if wanted.candidates else None,
             branches=branches,
         )
@@ -114,20 +118,21 @@ class MTPDrafter:
     def _chain(self, hidden: mx.array, k: int, wanted: Wanted) -> list[Depth]:
         """Depth after depth, on from the `(1, 1, H)` answer to the pending pair."""
         chain: list[Depth] = []
+        choose = wanted.choose or _likeliest
         while True:
-            branches = wanted.branches.count(len(chain))
-            chain.append(self._answer(hidden, max(1 + branches, wanted.candidates)))
-            last = chain[-1]
+            choices = max(1 + wanted.branches.count(len(chain)), wanted.candidates)
+            chosen = choose(self.head.logits(hidden), _drafted(chain), choices)
+            last = Depth(hidden, chosen.tokens.astype(mx.uint32), chosen.confidence)
+            chain.append(last)
             if len(chain) == k:
                 return chain
-            if wanted.go_on is not None and not wanted.go_on(_confidence([last])):
+            if wanted.go_on is not None and not wanted.go_on(last.confidence):
                 return chain
             hidden = self.head(last.choices[..., 0], last.hidden, self.cache)
 
-    def _branches(
-        self, chain: list[Depth], positions: Sequence[int]
-    ) -> tuple[Branch, ...]:
+    def _branches(self, chain: list[Depth], wanted: Wanted) -> tuple[Branch, ...]:
         """Paths that leave the chain, each computed only if it is looked at."""
+        positions = wanted.branches
         if not positions:
             return ()
         saved = snapshot([self.cache])
@@ -135,24 +140,23 @@ class MTPDrafter:
         for i, position in enumerate(positions):
             choice = 1 + positions[:i].count(position)
             if position < len(chain) and choice < chain[position].choices.shape[-1]:
-                found.append(self._branch(chain, position, choice))
+                choose = wanted.choose or _likeliest
+                found.append(self._branch(chain, position, choice, choose))
                 restore([self.cache], saved)
         return tuple(found)
 
-    def _branch(self, chain: list[Depth], position: int, choice: int) -> Branch:
+    def _branch(
+        self, chain: list[Depth], position: int, choice: int, choose: Choose
+    ) -> Branch:
         self.cache.trim(len(chain) - 1 - position)
         token = chain[position].choices[..., choice]
-        hidden, rest = chain[position].hidden, [token]
+        path = mx.concatenate([_drafted(chain[:position]), token], axis=1)
+        hidden = chain[position].hidden
         for _ in range(len(chain) - 1 - position):
-            hidden = self.head(rest[-1], hidden, self.cache)
-            rest.append(mx.argmax(self.head.logits(hidden), axis=-1))
-        tokens = mx.concatenate(rest, axis=1).astype(mx.uint32)
-        return Branch(position, token, tokens[:, 1:])
-
-    def _answer(self, hidden: mx.array, choices: int) -> Depth:
-        """What `(1, 1, H)` hidden states of the head say, and its best choices."""
-        logits = self.head.logits(hidden)
-        return Depth(hidden, logits, _best(logits, choices).astype(mx.uint32))
+            hidden = self.head(path[:, -1:], hidden, self.cache)
+            following = choose(self.head.logits(hidden), path).tokens[..., 0]
+            path = mx.concatenate([path, following.astype(mx.uint32)], axis=1)
+        return Branch(position, token, path[:, position + 1 :])
 
     def resume(self, caches: Sequence[Any]) -> int:
         """Take over what :meth:`suspend` gave; see :class:`.base.Carrying`."""
@@ -201,32 +205,15 @@ class MTPDrafter:
         return self.head(tokens, known, self.cache)
 
 
-def _best(logits: mx.array, n: int) -> mx.array:
-    """The n likeliest tokens of `(1, 1, V)` logits, `(1, 1, n)`, in order."""
-    n = min(n, logits.shape[-1])
-    if n <= _FEW:
-        return _best_in_turn(logits, n)
-    best = mx.argpartition(-logits, n - 1, axis=-1)[..., :n]
-    order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)
-    return mx.take_along_axis(best, order, axis=-1)
+def _likeliest(logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
+    """The head's own choice."""
+    return Choices.likeliest(logits, n)
 
 
-def _best_in_turn(logits: mx.array, n: int) -> mx.array:
-    """The same for a few: to look for the largest n times is quicker than to sort."""
-    found = []
-    for _ in range(n):
-        if found:
-            lowest = mx.array(-mx.inf, dtype=logits.dtype)
-            logits = mx.put_along_axis(logits, found[-1], lowest, axis=-1)
-        found.append(mx.argmax(logits, axis=-1, keepdims=True))
-    return mx.concatenate(found, axis=-1) if n > 1 else found[0]
-
-
-def _confidence(chain: Sequence[Depth]) -> mx.array:
-    """The head's probability of each first choice, `(1, k')` in float32."""
-    logits = mx.concatenate([depth.logits for depth in chain], axis=1)
-    logits = logits.astype(mx.float32)
-    return mx.exp(mx.max(logits, axis=-1) - mx.logsumexp(logits, axis=-1))
+def _drafted(chain: Sequence[Depth]) -> mx.array:
+    """The first choices so far, `(1, d)`."""
+    firsts = [depth.choices[..., 0] for depth in chain]
+    return mx.concatenate([mx.zeros((1, 0), dtype=mx.uint32), *firsts], axis=1)
 
 
 def _build(context: DraftContext) -> MTPDrafter:

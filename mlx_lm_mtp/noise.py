@@ -1,0 +1,204 @@
+"""Drafts chosen as the target will choose: its processors, its sampler, its noise.
+
+Above temperature 0 the target's token at a position is a function of its
+log-probabilities and of a random state that is known in advance. From the drafter's
+log-probabilities and the same state it can be guessed more often than by the drafter's
+likeliest token (drafting with common noise: Daliri et al. 2024, arXiv:2408.07978). A
+sampler that stock made is taken apart (:mod:`.coupling`); another pure one is run as it
+is, which is best if it adds Gumbel noise and takes the largest.
+
+The target still chooses for itself, from the state that plain decoding would have, so
+nothing here can change a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+
+from . import random_state
+from .accept import History, log_probabilities, processed
+from .choices import best, in_turn
+from .coupling import taken_apart
+from .drafters.base import Choices, Choose, Drafter, gives
+from .errors import DrafterError
+from .purity import is_pure
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A logits processor that keeps a state, and can tell what it would do next."""
+
+    def look_ahead(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """What it would return if it were called with these arguments.
+
+        It is left as if it had not been asked: in the state behind the tokens that it
+        was last called with, which `tokens` goes on from by drafted ones.
+
+        Args:
+            tokens: `(n,)`, the history that it would be shown.
+            logits: `(1, V)`.
+        """
+
+
+class SharedNoise:
+    """Chooses drafts as the target will choose its tokens.
+
+    Processors that are neither pure nor look ahead are left out, for they are never
+    shown a draft; for a sampler that is not pure, the likeliest token stands in.
+
+    Args:
+        drafter: Chooses for itself unless it gives log-probabilities.
+        shared: Whether to sample drafts; else the likeliest token is taken.
+        sampler, processors: The target's.
+        history: The tokens fed so far.
+
+    Attributes:
+        unguided: Why drafts are chosen otherwise than the target's tokens, or "".
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        shared: bool,
+        sampler: Sampler,
+        processors: Sequence[LogitsProcessor],
+        history: History,
+    ) -> None:
+        self._name = drafter.name
+        self._asked = "logprobs" in gives(drafter)
+        self._sampler = sampler if shared and is_pure(sampler) else greedy_sampler
+        self._stock = taken_apart(self._sampler)
+        self._guides = [g for g in map(_guide, processors) if g is not None]
+        self._looking = [
+            p for p in processors if not is_pure(p) and isinstance(p, LooksAhead)
+        ]
+        self._history = history
+        self._states: list[mx.array] = []  # before the choice at each position
+        plain = sampler is greedy_sampler or not shared
+        self._always = self._reason(plain, len(processors))
+        self.unguided = self._always
+
+    def _reason(self, plain: bool, processors: int) -> str:
+        if not self._asked:
+            return "" if plain and not processors else "it gives no log-probabilities"
+        if not plain and self._sampler is greedy_sampler:
+            return "the sampler may keep a state"
+        if len(self._guides) < processors:
+            return "a logits processor may keep a state"
+        return ""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafts can be forbidden, see :meth:`permitted`."""
+        return bool(self._looking)
+
+    @contextmanager
+    def round(self, pending: mx.array, vocabulary: int) -> Iterator[Choose | None]:
+        """While a round is drafted, what chooses its tokens.
+
+        It is None where the drafter's own first choice will do.
+
+        Args:
+            pending: `(1,)`, the token that the first draft follows.
+            vocabulary: V.
+        """
+        self.unguided = self._always
+        self._vocabulary = vocabulary
+        if self._guides:
+            self._tokens = self._history.followed_by(pending)
+        sampled = self._sampler is not greedy_sampler
+        if not self._asked or not (sampled or self._guides):
+            yield None
+            return
+        self._states = [random_state.current()]
+        try:
+            yield self._choose
+        finally:
+            if sampled:
+                random_state.put_back(self._states[0])
+
+    def _choose(self, logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
+        """See :class:`.base.Choose`."""
+        self._check(logits, drafted)
+        if self.unguided == self._always:  # nothing was raised in this round
+            try:
+                return self._chosen(logits[0], drafted[0], n)
+            except Exception as error:  # the target's turn will tell
+                self.unguided = _raised(error)
+        return Choices.likeliest(logits, n)
+
+    def _chosen(self, logits: mx.array, drafted: mx.array, n: int) -> Choices:
+        """Choices of `(1, V)` logits behind `(d,)` drafted tokens."""
+        if self._guides:
+            tokens = mx.concatenate([self._tokens, drafted])
+            logits = processed(logits, self._guides, tokens)
+        if self._sampler is greedy_sampler:
+            return Choices.likeliest(logits[None], n)
+        logprobs, position = log_probabilities(logits), drafted.shape[0]
+        if self._stock is None:
+            tokens = in_turn(logprobs, n, lambda row: self._sampled(row, position))
+            return Choices(tokens[None], mx.exp(logprobs[:, tokens[0, 0]])[None])
+        with self._noise(position):
+            beliefs = self._stock.beliefs(logprobs)[None]
+        return Choices(best(beliefs, n), mx.max(beliefs, axis=-1))
+
+    def _sampled(self, logprobs: mx.array, position: int) -> mx.array:
+        with self._noise(position):
+            return self._sampler(logprobs)
+
+    @contextmanager
+    def _noise(self, position: int) -> Iterator[None]:
+        """What is drawn in here is what the target will draw at this position."""
+        random_state.put_back(self._states[position])
+        yield
+        if position + 1 == len(self._states):
+            self._states.append(random_state.current())
+
+    def _check(self, logits: mx.array, drafted: mx.array) -> None:
+        shapes = tuple(getattr(a, "shape", None) for a in (logits, drafted))
+        if shapes[0] != (1, 1, self._vocabulary) or len(shapes[1] or ()) != 2:
+            raise DrafterError(
+                f"drafter {self._name!r} asked to choose from logits of shape "
+                f"{shapes[0]} behind drafts of shape {shapes[1]}; "
+                f"(1, 1, {self._vocabulary}) and (1, d) are needed."
+            )
+        if self._sampler is not greedy_sampler and shapes[1][1] >= len(self._states):
+            raise DrafterError(
+                f"drafter {self._name!r} asked to choose behind {shapes[1][1]} drafts "
+                f"before the choice behind {len(self._states) - 1} was made."
+            )
+
+    # --- drafts that processors forbid ------------------------------------------------
+
+    def permitted(self, tokens: mx.array) -> int:
+        """How many of `(1, k)` drafts the processors that look ahead allow."""
+        for i, token in enumerate(tokens[0].tolist()):
+            try:
+                row = processed(
+                    mx.zeros((1, self._vocabulary)),
+                    [p.look_ahead for p in self._looking],
+                    mx.concatenate([self._tokens, tokens[0, :i]]),
+                )
+                if not row[0, token].item() > -math.inf:
+                    return i
+            except Exception as error:
+                self.unguided = _raised(error)
+                return i
+        return tokens.shape[1]
+
+
+def _guide(processor: LogitsProcessor) -> LogitsProcessor | None:
+    """What does to a draft's logits what a processor will do to the target's."""
+    if is_pure(processor):
+        return processor
+    return processor.look_ahead if isinstance(processor, LooksAhead) else None
+
+
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__} was raised behind a draft"
