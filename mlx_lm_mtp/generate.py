@@ -41,7 +41,7 @@ from .regime import Marks, Regime
 from .state.limits import width_limit
 from .state.verified import Verified
 from .stats import Tally
-from .target import Target
+from .target import ONE_ROW, Target
 from .verify import Verifier
 
 Step = tuple[int, mx.array, bool]
@@ -326,11 +326,14 @@ class _Loop:
         if budget > 0:
             width = min(width, budget)
         start, _, bits = self.quantize
+        one_forward = self.options.verify == "batch"
         limit, reason = width_limit(
             self.caches,
             quantized_kv_start=None if bits is None else start,
-            one_forward=self.options.verify == "batch",
+            one_forward=one_forward,
         )
+        if one_forward and self.target.one_row:
+            limit, reason = 1, ONE_ROW
         if limit == 1 < width and first:
             self.stats.count_undrafted(reason)
         return width if limit is None else min(width, limit)

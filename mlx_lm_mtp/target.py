@@ -22,6 +22,7 @@ from .state.rowwise import latent_attentions, rowwise
 from .wrapping import wrap
 
 _latent: ByModel[frozenset[type[nn.Module]]] = ByModel()
+ONE_ROW = "MLX quantises activations on the CPU for one row only"
 _NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "out_norm")
 
 
@@ -45,6 +46,9 @@ class Target:
         model: A model of mlx-lm.
         hidden: ``post_norm``, ``pre_norm``, or None for no hidden states.
 
+    Attributes:
+        one_row: Whether it can be fed one token at a time only, see `ONE_ROW`.
+
     Raises:
         DrafterError: If hidden states are wanted and no final norm is found.
     """
@@ -56,6 +60,8 @@ class Target:
         self._latent = _latent.get(model)
         if self._latent is None:
             self._latent = _latent[model] = latent_attentions(model)
+        quantized = any(isinstance(m, nn.QQLinear) for m in model.modules())
+        self.one_row = quantized and mx.default_device() == mx.cpu
 
     def __call__(
         self, tokens: mx.array, caches: Sequence[Any], *, verify: bool = False

@@ -29,6 +29,7 @@ def head_of(model: nn.Module) -> MTPHead:
     """
     head = _heads.get(model)
     if head is not None:
+        head.follow(model)
         return head
     path = origin.path_of(model)
     if path is None:

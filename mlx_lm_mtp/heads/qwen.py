@@ -41,6 +41,14 @@ class MTPHead(nn.Module):
             self.embed_tokens = nn.Embedding(args.vocab_size, size)
         if "lm_head" in own:
             self.lm_head = nn.Linear(size, args.vocab_size, bias=False)
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Use the embedding and the lm_head that the model has now.
+
+        An adapter that was applied since has replaced them.
+        """
+        trunk = getattr(model, "language_model", model)
         # Methods, not modules: the trunk's modules are none of ours, and the trunk
         # itself is not held, for a head must not keep a discarded model alive.
         embedding = trunk.model.embed_tokens
