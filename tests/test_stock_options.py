@@ -72,14 +72,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "min-p": ("--temp", 1, "--min-p", 0.1, "--min-tokens-to-keep", 3, "--seed", 5),
     "top-k": ("--temp", 1.2, "--top-k", 8, "--seed", 5),
     "xtc": (
-        "--temp",
-        1,
-        "--xtc-probability",
-        0.6,
-        "--xtc-threshold",
-        0.05,
-        "--seed",
-        2,
+        *("--temp", 1, "--xtc-probability", 0.6, "--xtc-threshold", 0.2),
+        *("--seed", 3),
     ),
     "all sampling": (
         *("--temp", 0.8, "--top-p", 0.9, "--min-p", 0.02, "--top-k", 40),
