@@ -29,7 +29,7 @@ _EXPORTS = {
     "Wanted": "drafters.base",
     "Proposal": "drafters.base",
     "MTPDrafter": "drafters.mtp",
-    "LooksAhead": "noise",
+    "LooksAhead": "guides",
     "pure": "purity",
     "DraftOptions": "options",
     "DraftStats": "stats",

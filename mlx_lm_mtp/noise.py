@@ -13,44 +13,27 @@ nothing here can change a token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import random_state
-from .accept import History, log_probabilities, processed
+from .accept import History, log_probabilities
 from .choices import best, in_turn
 from .coupling import taken_apart
 from .drafters.base import Choices, Choose, Drafter, gives
 from .errors import DrafterError
+from .guides import Guides
 from .purity import is_pure
-
-
-@runtime_checkable
-class LooksAhead(Protocol):
-    """A logits processor that keeps a state, and can tell what it would do next."""
-
-    def look_ahead(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """What it would return if it were called with these arguments.
-
-        It is left as if it had not been asked: in the state behind the tokens that it
-        was last called with, which `tokens` goes on from by drafted ones.
-
-        Args:
-            tokens: `(n,)`, the history that it would be shown.
-            logits: `(1, V)`.
-        """
 
 
 class SharedNoise:
     """Chooses drafts as the target will choose its tokens.
 
-    Processors that are neither pure nor look ahead are left out, for they are never
-    shown a draft; for a sampler that is not pure, the likeliest token stands in.
+    Processors that cannot be asked about drafts are left out (:mod:`.guides`); for a
+    sampler that is not pure, the likeliest token stands in.
 
     Args:
         drafter: Chooses for itself unless it gives log-probabilities.
@@ -74,29 +57,25 @@ class SharedNoise:
         self._asked = "logprobs" in gives(drafter)
         self._sampler = sampler if shared and is_pure(sampler) else greedy_sampler
         self._stock = taken_apart(self._sampler)
-        self._guides = [g for g in map(_guide, processors) if g is not None]
-        self._looking = [
-            p for p in processors if not is_pure(p) and isinstance(p, LooksAhead)
-        ]
-        self._history = history
+        self._guides = Guides(processors, history)
         self._states: list[mx.array] = []  # before the choice at each position
         plain = sampler is greedy_sampler or not shared
-        self._always = self._reason(plain, len(processors))
+        self._always = self._reason(plain, bool(processors))
         self.unguided = self._always
 
-    def _reason(self, plain: bool, processors: int) -> str:
+    def _reason(self, plain: bool, processed: bool) -> str:
         if not self._asked:
-            return "" if plain and not processors else "it gives no log-probabilities"
+            return "" if plain and not processed else "it gives no log-probabilities"
         if not plain and self._sampler is greedy_sampler:
             return "the sampler may keep a state"
-        if len(self._guides) < processors:
+        if not self._guides.complete:
             return "a logits processor may keep a state"
         return ""
 
     @property
     def looks_ahead(self) -> bool:
         """Whether drafts can be forbidden, see :meth:`permitted`."""
-        return bool(self._looking)
+        return self._guides.looks_ahead
 
     @contextmanager
     def round(self, pending: mx.array, vocabulary: int) -> Iterator[Choose | None]:
@@ -110,8 +89,7 @@ class SharedNoise:
         """
         self.unguided = self._always
         self._vocabulary = vocabulary
-        if self._guides:
-            self._tokens = self._history.followed_by(pending)
+        self._guides.begin(pending, vocabulary)
         sampled = self._sampler is not greedy_sampler
         if not self._asked or not (sampled or self._guides):
             yield None
@@ -135,9 +113,7 @@ class SharedNoise:
 
     def _chosen(self, logits: mx.array, drafted: mx.array, n: int) -> Choices:
         """Choices of `(1, V)` logits behind `(d,)` drafted tokens."""
-        if self._guides:
-            tokens = mx.concatenate([self._tokens, drafted])
-            logits = processed(logits, self._guides, tokens)
+        logits = self._guides(logits, drafted)
         if self._sampler is greedy_sampler:
             return Choices.likeliest(logits[None], n)
         logprobs, position = log_probabilities(logits), drafted.shape[0]
@@ -174,30 +150,13 @@ class SharedNoise:
                 f"before the choice behind {len(self._states) - 1} was made."
             )
 
-    # --- drafts that processors forbid ------------------------------------------------
-
     def permitted(self, tokens: mx.array) -> int:
-        """How many of `(1, k)` drafts the processors that look ahead allow."""
-        for i, token in enumerate(tokens[0].tolist()):
-            try:
-                row = processed(
-                    mx.zeros((1, self._vocabulary)),
-                    [p.look_ahead for p in self._looking],
-                    mx.concatenate([self._tokens, tokens[0, :i]]),
-                )
-                if not row[0, token].item() > -math.inf:
-                    return i
-            except Exception as error:
-                self.unguided = _raised(error)
-                return i
-        return tokens.shape[1]
-
-
-def _guide(processor: LogitsProcessor) -> LogitsProcessor | None:
-    """What does to a draft's logits what a processor will do to the target's."""
-    if is_pure(processor):
-        return processor
-    return processor.look_ahead if isinstance(processor, LooksAhead) else None
+        """How many of `(1, k)` drafts are not known to be forbidden."""
+        try:
+            return self._guides.permitted(tokens)
+        except Exception as error:
+            self.unguided = _raised(error)
+            return 0
 
 
 def _raised(error: Exception) -> str:

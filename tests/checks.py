@@ -72,6 +72,7 @@ def generation_differences(
     seed: int = 0,
     sampler: Callable[[], Any] | None = None,
     processors: Callable[[], list[Any]] | None = None,
+    fresh_processors: Callable[[], list[Any]] | None = None,
     stop: int | None = None,
     caches: CachesOf = make_prompt_cache,
     ours: dict[str, Any] | None = None,
@@ -85,6 +86,7 @@ def generation_differences(
         seed: Of `mx.random`, before either run.
         sampler, processors: Make them anew for each run, since they may keep a state.
             The histories that processors are shown are compared, too.
+        fresh_processors: Made anew for each run as well, but left as they are.
         stop: Close the generator after so many tokens, at least one, as a stop string
             does; stock is then run to that length.
         caches: Makes the prompt caches.
@@ -94,7 +96,9 @@ def generation_differences(
 
     def arguments(calls: list[Any]) -> dict[str, Any]:
         made = processors() if processors else []
-        noted = {"logits_processors": [_noted(p, calls) for p in made]}
+        made = [_noted(p, calls) for p in made]
+        made += fresh_processors() if fresh_processors else []
+        noted = {"logits_processors": made}
         return {**noted, **kwargs, "sampler": sampler() if sampler else None}
 
     def stock(n: int, calls: list[Any]) -> oracle.Result:
