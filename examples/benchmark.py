@@ -68,6 +68,17 @@ STRATEGIES: list[dict[str, Any]] = [
     {"k": 3, "verify": "step"},
     {"k": 3, "hidden": "pre_norm"},
 ]
+# For temperatures above 0.
+SAMPLING: list[dict[str, Any]] = [
+    {"k": 1},
+    {"k": 1, "draft_sampling": "greedy"},
+    {"k": 2},
+    {"k": 2, "draft_sampling": "greedy"},
+    {"k": 3},
+    {"k": 3, "draft_sampling": "greedy"},
+    {"k": 6, "depth": "confidence"},
+    {"k": 6, "depth": "confidence", "draft_sampling": "greedy"},
+]
 
 
 @dataclass
@@ -192,10 +203,14 @@ def main() -> None:
     parser.add_argument(
         "--strategies", action="store_true", help="every strategy instead of each k"
     )
+    parser.add_argument(
+        "--sampling", action="store_true", help="ways of drafting what is sampled"
+    )
     parser.add_argument("--temp", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     args = parser.parse_args()
     chosen = STRATEGIES if args.strategies else [{"k": k} for k in args.k]
+    chosen = SAMPLING if args.sampling else chosen
     args.strategies = {
         ", ".join(f"{name}={value}" for name, value in strategy.items()): strategy
         for strategy in chosen
