@@ -12,23 +12,23 @@ questions about position i of a verify (the row that follows input i):
   state of their own, so they are called exactly as often, and shown exactly the
   histories, as `generate_step` would.
 
-Where nothing can be chosen, because a processor or the sampler raises or no token is
-left, the error comes before input i is yielded, as in stock: caches and random state
-are then those of a generation that was stopped at the last yielded token.
+What a processor or the sampler raises comes before input i is yielded, as in stock. A
+row of NaN, or one that allows no token, is an error only once its token is to be fed:
+stock computes one row more than it needs. Either way caches and random state are then
+those of a generation that was stopped at the last yielded token.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import random_state
-from .errors import NothingToChoose
+from .history import History
 
 
 class Judge(Protocol):
@@ -37,10 +37,14 @@ class Judge(Protocol):
     def judge(self, i: int) -> None:
         """Input i is kept: choose the token that follows it.
 
+        The random state is then the one that plain decoding would have.
+
         Raises:
-            NothingToChoose: If the logits processors leave no token.
             Exception: Whatever a processor or the sampler raises.
         """
+
+    def broken(self, i: int) -> bool:
+        """Whether processors left nothing to choose after input i; may wait."""
 
     def token(self, i: int) -> int:
         """The token chosen after input i; may wait for the device."""
@@ -61,7 +65,7 @@ class Judge(Protocol):
         """The tokens chosen after the first inputs, as far as they are known."""
 
     def settle(self, kept: int) -> None:
-        """Leave the random state as after choosing behind `kept` inputs."""
+        """Note down that so many inputs were kept."""
 
 
 def log_probabilities(logits: mx.array) -> mx.array:
@@ -71,58 +75,6 @@ def log_probabilities(logits: mx.array) -> mx.array:
     from the logits instead would not be stock's choice.
     """
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-class History:
-    """The tokens fed so far, grown as stock grows them for logits processors.
-
-    Args:
-        kept: Whether there are processors; else tokens are only counted.
-    """
-
-    def __init__(self, kept: bool = True) -> None:
-        self._kept = kept
-        self.length = 0
-        self.prompt = 0  # of these, how many are the prompt's
-        self.tokens: mx.array | None = None
-
-    def add(self, tokens: mx.array) -> None:
-        """Append `(n,)` tokens that were fed."""
-        self.length += len(tokens)
-        if self._kept:
-            self.tokens = self.followed_by(tokens)
-
-    def followed_by(self, tokens: mx.array) -> mx.array:
-        """The history as it is once these `(n,)` tokens are fed as well."""
-        if self.tokens is None:
-            return tokens
-        return mx.concatenate([self.tokens, tokens])
-
-    @contextmanager
-    def choosing(self, fed: int) -> Iterator[None]:
-        """What is raised in here tells the token that was to be chosen.
-
-        Args:
-            fed: Tokens fed before it.
-        """
-        try:
-            yield
-        except NothingToChoose:
-            raise  # tells it already
-        except Exception as error:
-            error.add_note(f"while choosing {self._next(fed)}")
-            raise
-
-    def nothing_to_choose(self, fed: int) -> NothingToChoose:
-        """The error that processors have left no token to follow `fed` tokens."""
-        return NothingToChoose(
-            f"the logits processors leave nothing to choose from as {self._next(fed)}: "
-            "their row is all -inf or holds NaN; let at least one token stay possible."
-        )
-
-    def _next(self, fed: int) -> str:
-        number = fed + 1 - (self.prompt or fed)
-        return f"token {number} of the output (token {fed + 1} with the prompt)"
 
 
 def processed(
@@ -162,65 +114,94 @@ class AtOnce:
         self._processors = processors
         self._history = history
         self._pending = pending
+        self._logits = logits
         self._thread = threading.get_ident()
-        self._states: list[mx.array] = []  # before each choice, if it draws
-        self._broken = _nothing()  # for each position: nothing is left to choose
-        self._error: Exception | None = None  # raised behind the last chosen one
-        self._read: tuple[list[int], list[list[int]], list[bool]] | None = None
+        self._rows: list[mx.array] = []  # (V,) log-probabilities
+        self._broken: list[mx.array] = []  # (), whether a row is, if it may be
+        self._chosen = mx.zeros(0, dtype=mx.uint32)
+        self._states: list[mx.array] = []  # before each choice, and behind the last
+        self._left: mx.array | None = None  # the state as the caller has found it
+        self._error: Exception | None = None  # raised behind the last chosen token
         if sampler is greedy_sampler and not processors and logits.shape[0] == 1:
             logprobs = log_probabilities(logits[0])
             self._chosen = sampler(logprobs)
-            self._rows = [logprobs[i] for i in range(logits.shape[1])]
+            self._rows += [logprobs[i] for i in range(logits.shape[1])]
+            self._evaluate()
         else:
-            self._rows, self._chosen = self._follow(logits)
+            self._follow(0)
+
+    def _evaluate(self) -> None:
+        self._read: tuple[list[int], list[list[int]], list[bool]] | None = None
         mx.async_eval(
             self._chosen, self._drafts, self._rows, self._states, self._broken
         )
 
-    def _follow(self, logits: mx.array) -> tuple[list[mx.array], mx.array]:
-        """Choose at one position after the other, on the path that is right."""
-        rows: list[mx.array] = []
-        chosen: list[mx.array] = []
-        right = mx.ones(logits.shape[0], dtype=mx.bool_)
+    def _follow(self, start: int) -> None:
+        """Choose at position `start` and all behind it, on the path that is right."""
+        chosen = [self._chosen[i : i + 1] for i in range(start)]
+        self._error = None
+        for noted in (self._rows, self._broken, self._states):
+            del noted[start:]
         try:
-            for i in range(logits.shape[1]):
-                path = mx.argmax(right) if len(right) > 1 else 0  # the first one
-                self._note_state()
-                row, token = self._choose(logits[path, i][None], chosen)
-                rows.append(row)
-                chosen.append(token)
-                if i < self._drafts.shape[1] and len(right) > 1:
-                    right = right & (self._drafts[:, i] == token)
-            self._note_state()
+            for i in range(start, self._logits.shape[1]):
+                self._states.append(random_state.current())
+                logits = self._logits[self._path(chosen), i]
+                chosen.append(self._choose(logits[None], chosen))
+            self._states.append(random_state.current())
         except Exception as error:  # told if it comes to that position
             self._error = error
-        if self._processors and rows:
-            self._broken = mx.concatenate([is_broken(row) for row in rows])
-        return rows, mx.concatenate(chosen) if chosen else _nothing()
+        except BaseException:  # of the user's, who wants to stop
+            random_state.put_back(self._states[start])
+            raise
+        self._chosen = mx.concatenate([self._chosen[:0], *chosen])
+        self._evaluate()
 
-    def _note_state(self) -> None:
-        if self._sampler is not greedy_sampler:
-            self._states.append(random_state.current())
+    def _path(self, chosen: list[mx.array]) -> int | mx.array:
+        """The first path that is right so far."""
+        if not chosen or self._drafts.shape[0] == 1:
+            return 0
+        right = self._drafts[:, : len(chosen)] == mx.concatenate(chosen)[None]
+        return mx.argmax(mx.all(right, axis=1))
 
-    def _choose(
-        self, logits: mx.array, chosen: list[mx.array]
-    ) -> tuple[mx.array, mx.array]:
-        """`(V,)` log-probabilities and a `(1,)` token from `(1, V)` logits."""
+    def _choose(self, logits: mx.array, chosen: list[mx.array]) -> mx.array:
+        """A `(1,)` token from `(1, V)` logits behind these drafts."""
         if self._processors:
-            tokens = self._history.followed_by(mx.concatenate([self._pending, *chosen]))
+            tokens = self._history.followed_by(self._pending, *chosen)
             logits = processed(logits, self._processors, tokens)
         logprobs = log_probabilities(logits)
+        if self._processors:
+            self._broken.append(is_broken(logprobs))
         token = self._sampler(logprobs)
-        return logprobs.squeeze(0), token
+        self._rows.append(logprobs.squeeze(0))
+        return token
 
     def judge(self, i: int) -> None:
-        """See :class:`Judge`; the positions are all on their way."""
-        fed = self._history.length + i + 1
+        """See :class:`Judge`; the choice was made, unless the caller drew since."""
+        if self._left is not None and self._here() and self._drawn():
+            self._follow(i)
         if self._error is not None and i == len(self._rows):
-            with self._history.choosing(fed):
+            self._leave(i)
+            with self._history.choosing(self._history.length + i + 1):
                 raise self._error
-        if self._processors and self._values()[2][i]:
-            raise self._history.nothing_to_choose(fed)
+        self._leave(i + 1)
+
+    def _leave(self, i: int) -> None:
+        """Make the random state the one before the choice at position i."""
+        if self._states and self._here():
+            random_state.put_back(self._states[i])
+            self._left = mx.random.state[0]
+
+    def _here(self) -> bool:
+        """Each thread has a random state of its own."""
+        return threading.get_ident() == self._thread
+
+    def _drawn(self) -> bool:
+        """Whether the caller has drawn numbers, or seeded: the array is another one."""
+        return self._left is not mx.random.state[0]
+
+    def broken(self, i: int) -> bool:
+        """See :class:`Judge`."""
+        return bool(self._processors) and self._values()[2][i]
 
     def token(self, i: int) -> int:
         """See :class:`Judge`."""
@@ -229,7 +210,9 @@ class AtOnce:
     def accepts(self, i: int) -> bool:
         """See :class:`Judge`."""
         chosen, drafts, _ = self._values()
-        return any(path[: i + 1] == chosen[: i + 1] for path in drafts if i < len(path))
+        return not self.broken(i) and any(
+            path[: i + 1] == chosen[: i + 1] for path in drafts if i < len(path)
+        )
 
     def row(self, i: int) -> int:
         """See :class:`Judge`."""
@@ -252,18 +235,14 @@ class AtOnce:
 
     def settle(self, kept: int) -> None:
         """See :class:`Judge`."""
-        here = threading.get_ident() == self._thread  # others have another state
-        drawn = kept + 1 < len(self._states) or (self._states and self._error)
-        if drawn and here:  # beyond what plain decoding would have
-            random_state.put_back(self._states[kept])
         if kept:
-            self._history.add(mx.concatenate([self._pending, self._chosen[: kept - 1]]))
+            self._history.add(self._pending, self._chosen[: kept - 1])
 
     def _values(self) -> tuple[list[int], list[list[int]], list[bool]]:
         if self._read is None:
-            arrays = (self._chosen, self._drafts, self._broken)
-            mx.eval(arrays)
-            self._read = tuple(a.tolist() for a in arrays)  # type: ignore[assignment]
+            mx.eval(self._chosen, self._drafts, self._broken)
+            broken = [flag.item() for flag in self._broken]
+            self._read = self._chosen.tolist(), self._drafts.tolist(), broken
         return self._read
 
 
@@ -295,6 +274,7 @@ class OneByOne:
         self._history = history
         self._fed = [pending]
         self._logprobs: list[mx.array] = []
+        self._broken: list[mx.array] = []
         self._draft_ids: list[list[int]] | None = None
 
     def judge(self, i: int) -> None:
@@ -314,12 +294,16 @@ class OneByOne:
         if self._processors:
             logits = processed(logits, self._processors, self._history.tokens)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        chosen, broken = self._sampler(logprobs), is_broken(logprobs[0])
+        broken = is_broken(logprobs)
+        chosen = self._sampler(logprobs)
         mx.async_eval(chosen, logprobs, self._drafts, broken)
-        if self._processors and broken.item():
-            raise self._history.nothing_to_choose(self._history.length)
+        self._broken.append(broken)
         self._fed.append(chosen)
         self._logprobs.append(logprobs.squeeze(0))
+
+    def broken(self, i: int) -> bool:
+        """See :class:`Judge`."""
+        return bool(self._processors) and self._broken[i].item()
 
     def token(self, i: int) -> int:
         """See :class:`Judge`."""
@@ -327,7 +311,7 @@ class OneByOne:
 
     def accepts(self, i: int) -> bool:
         """See :class:`Judge`."""
-        if i >= self._drafts.shape[1]:
+        if i >= self._drafts.shape[1] or self.broken(i):
             return False
         chosen = [self.token(j) for j in range(i + 1)]
         return any(path[: i + 1] == chosen for path in self._paths())
@@ -361,12 +345,8 @@ class OneByOne:
 
 
 def is_broken(logprobs: mx.array) -> mx.array:
-    """Whether `(V,)` log-probabilities leave nothing to choose, as a `(1,)` array.
+    """Whether `(1, V)` log-probabilities leave nothing to choose.
 
     If one logit is NaN, or all are -inf, normalising has made all of them NaN.
     """
-    return mx.isnan(logprobs[:1])
-
-
-def _nothing() -> mx.array:
-    return mx.zeros(0, dtype=mx.uint32)
+    return mx.all(mx.isnan(logprobs))

@@ -29,9 +29,10 @@ from mlx_lm.generate import (
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import tree
-from .accept import AtOnce, History, Judge, OneByOne
+from .accept import AtOnce, Judge, OneByOne
 from .carry import Carried
 from .drafters.base import Branch, Drafter, Proposal
+from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
 from .profile import Stopwatch
@@ -55,6 +56,7 @@ class Pending(NamedTuple):
     token: int
     array: mx.array  # (1,), the same on the device
     logprobs: mx.array  # (V,), what it was chosen from
+    error: Exception | None  # why it cannot be fed
 
 
 class Leg(NamedTuple):
@@ -230,12 +232,8 @@ class _Loop:
             forward = self.verifier.first(token[None])
             judge = self._judge(forward.logits, _no_drafts(), token)
             self._quantize()
-            kept = 0
-            try:
-                judge.judge(0)
-                kept = 1
-            finally:
-                judge.settle(kept)
+            judge.judge(0)
+            judge.settle(1)
             self.history.prompt = self.history.length
             self.drafter.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
@@ -256,6 +254,8 @@ class _Loop:
 
     def _round(self, budget: int) -> Generator[Step, None, list[int]]:
         """Yield x and what is accepted behind it; returns these tokens."""
+        if self.pending.error is not None:
+            raise self.pending.error
         proposal = self._draft(self._width(budget) - 1)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
@@ -275,12 +275,12 @@ class _Loop:
             inputs = self._inputs(drafts)
             forward, verified = self.verifier(inputs)
             wait(forward.logits)
-        with mx.stream(self.stream):
-            judge = self._judge(forward.logits, drafts, self.pending.array)
         tokens: list[int] = []
-        more = True
+        judge, more = None, True
         token, logprobs = self.pending.token, self.pending.logprobs
         try:
+            with mx.stream(self.stream):
+                judge = self._judge(forward.logits, drafts, self.pending.array)
             while more:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
@@ -292,11 +292,12 @@ class _Loop:
                 logprobs = judge.logprobs(len(tokens) - 1)
         finally:
             row = judge.row(len(tokens) - 1) if tokens else 0
-            self._commit(verified, judge, len(tokens), row)
+            self._commit(verified, len(tokens), row)
             if tokens:  # of a leg that was stopped, only what was seen counts
                 stopped = more or self.ended
                 seen = len(tokens) - 1 if stopped else drafts.shape[1]
                 self._count(source, judge, seen, len(tokens) - 1)
+                judge.settle(len(tokens))
                 self._keep(inputs, forward.hidden, len(tokens), row)
                 self.regime.follow(tokens)
         with mx.stream(self.stream):
@@ -347,11 +348,10 @@ class _Loop:
         self.ended = tokens[-1] in self.eos_token_ids
         return not self.ended and judge.accepts(len(tokens) - 1)
 
-    def _commit(self, verified: Verified, judge: Judge, kept: int, row: int) -> None:
-        """Caches and random state as plain decoding has them after `kept` inputs."""
+    def _commit(self, verified: Verified, kept: int, row: int) -> None:
+        """Caches as plain decoding has them after `kept` inputs."""
         with mx.stream(self.stream), self.timed("commit") as wait:
             verified.commit(kept, row)
-            judge.settle(kept)
             self._quantize()
             wait([cache.state for cache in self.caches])
 
@@ -385,7 +385,8 @@ class _Loop:
 
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
-        return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i))
+        error = self.history.nothing_to_choose() if judge.broken(i) else None
+        return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i), error)
 
     def _count(
         self, source: Proposal | Branch, judge: Judge, drafted: int, accepted: int

@@ -15,8 +15,9 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 
-from .accept import History, processed
-from .purity import is_pure
+from .accept import processed
+from .history import History
+from .purity import leaves_nothing
 
 
 @runtime_checkable
@@ -44,15 +45,11 @@ class Guides:
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], history: History) -> None:
-        ahead = [p for p in processors if not is_pure(p) and isinstance(p, LooksAhead)]
-        self.looks_ahead = bool(ahead)
-        self._forbid = [p.look_ahead for p in ahead]
-        self._all = [
-            p.look_ahead if p in ahead else p
-            for p in processors
-            if p in ahead or is_pure(p)
-        ]
-        self.complete = len(self._all) == len(processors)
+        asked = [(p, _asked(p)) for p in processors]
+        self._all = [ask for _, ask in asked if ask is not None]
+        self._forbid = [ask for p, ask in asked if not (ask is None or ask is p)]
+        self.looks_ahead = bool(self._forbid)
+        self.complete = len(self._all) == len(asked)
         self._history = history
         self._rows: dict[tuple[int, ...], mx.array] = {}
 
@@ -79,14 +76,22 @@ class Guides:
     def permitted(self, tokens: mx.array) -> int:
         """How many of `(1, k)` drafts the processors that look ahead allow."""
         drafts = tokens[0].tolist()
+        mx.eval(list(self._rows.values()))  # one wait for all
         for i, token in enumerate(drafts):
             row = self._rows.get(tuple(drafts[:i]))
             if row is None:
                 row = self._look(tokens[0, :i])
-            if not row[0, token].item() > -math.inf:
+            if not row[0, token].item() > -math.inf:  # nor if it is NaN
                 return i
         return len(drafts)
 
     def _look(self, drafted: mx.array) -> mx.array:
         tokens = mx.concatenate([self._tokens, drafted])
         return processed(mx.zeros((1, self._vocabulary)), self._forbid, tokens)
+
+
+def _asked(processor: LogitsProcessor) -> LogitsProcessor | None:
+    """What can be asked about drafts in the place of a processor."""
+    if leaves_nothing(processor):
+        return processor
+    return processor.look_ahead if isinstance(processor, LooksAhead) else None

@@ -20,13 +20,14 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import random_state
-from .accept import History, log_probabilities
+from .accept import log_probabilities
 from .choices import best, in_turn
 from .coupling import taken_apart
 from .drafters.base import Choices, Choose, Drafter, gives
 from .errors import DrafterError
 from .guides import Guides
-from .purity import is_pure
+from .history import History
+from .purity import leaves_nothing
 
 
 class SharedNoise:
@@ -55,7 +56,9 @@ class SharedNoise:
     ) -> None:
         self._name = drafter.name
         self._asked = "logprobs" in gives(drafter)
-        self._sampler = sampler if shared and is_pure(sampler) else greedy_sampler
+        self._sampler = (
+            sampler if shared and leaves_nothing(sampler) else greedy_sampler
+        )
         self._stock = taken_apart(self._sampler)
         self._guides = Guides(processors, history)
         self._states: list[mx.array] = []  # before the choice at each position
@@ -94,39 +97,22 @@ class SharedNoise:
         if not self._asked or not (sampled or self._guides):
             yield None
             return
-        self._states = [random_state.current()]
-        try:
+        with random_state.untouched():
+            self._states = [random_state.current()]
             yield self._choose
-        finally:
-            if sampled:
-                random_state.put_back(self._states[0])
 
     def _choose(self, logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
         """See :class:`.base.Choose`."""
         self._check(logits, drafted)
+        position = drafted.shape[1]
         if self.unguided == self._always:  # nothing was raised in this round
+            self._check_order(position)
             try:
-                return self._chosen(logits[0], drafted[0], n)
+                with self._noise(position):
+                    return self._chosen(logits[0], drafted[0], n)
             except Exception as error:  # the target's turn will tell
                 self.unguided = _raised(error)
         return Choices.likeliest(logits, n)
-
-    def _chosen(self, logits: mx.array, drafted: mx.array, n: int) -> Choices:
-        """Choices of `(1, V)` logits behind `(d,)` drafted tokens."""
-        logits = self._guides(logits, drafted)
-        if self._sampler is greedy_sampler:
-            return Choices.likeliest(logits[None], n)
-        logprobs, position = log_probabilities(logits), drafted.shape[0]
-        if self._stock is None:
-            tokens = in_turn(logprobs, n, lambda row: self._sampled(row, position))
-            return Choices(tokens[None], mx.exp(logprobs[:, tokens[0, 0]])[None])
-        with self._noise(position):
-            beliefs = self._stock.beliefs(logprobs)[None]
-        return Choices(best(beliefs, n), mx.max(beliefs, axis=-1))
-
-    def _sampled(self, logprobs: mx.array, position: int) -> mx.array:
-        with self._noise(position):
-            return self._sampler(logprobs)
 
     @contextmanager
     def _noise(self, position: int) -> Iterator[None]:
@@ -136,6 +122,24 @@ class SharedNoise:
         if position + 1 == len(self._states):
             self._states.append(random_state.current())
 
+    def _chosen(self, logits: mx.array, drafted: mx.array, n: int) -> Choices:
+        """Choices of `(1, V)` logits behind `(d,)` drafted tokens."""
+        logits = self._guides(logits, drafted)
+        if self._sampler is greedy_sampler:
+            return Choices.likeliest(logits[None], n)
+        logprobs = log_probabilities(logits)
+        if self._stock is not None:
+            beliefs = self._stock.beliefs(logprobs)[None]
+            return Choices(best(beliefs, n), mx.max(beliefs, axis=-1))
+        before = random_state.current()
+
+        def sampled(row: mx.array) -> mx.array:
+            random_state.put_back(before)
+            return self._sampler(row)
+
+        tokens = in_turn(logprobs, n, sampled)
+        return Choices(tokens[None], mx.exp(logprobs[:, tokens[0, 0]])[None])
+
     def _check(self, logits: mx.array, drafted: mx.array) -> None:
         shapes = tuple(getattr(a, "shape", None) for a in (logits, drafted))
         if shapes[0] != (1, 1, self._vocabulary) or len(shapes[1] or ()) != 2:
@@ -144,16 +148,19 @@ class SharedNoise:
                 f"{shapes[0]} behind drafts of shape {shapes[1]}; "
                 f"(1, 1, {self._vocabulary}) and (1, d) are needed."
             )
-        if self._sampler is not greedy_sampler and shapes[1][1] >= len(self._states):
+
+    def _check_order(self, position: int) -> None:
+        if position >= len(self._states):
             raise DrafterError(
-                f"drafter {self._name!r} asked to choose behind {shapes[1][1]} drafts "
+                f"drafter {self._name!r} asked to choose behind {position} drafts "
                 f"before the choice behind {len(self._states) - 1} was made."
             )
 
     def permitted(self, tokens: mx.array) -> int:
         """How many of `(1, k)` drafts are not known to be forbidden."""
         try:
-            return self._guides.permitted(tokens)
+            with random_state.untouched():
+                return self._guides.permitted(tokens)
         except Exception as error:
             self.unguided = _raised(error)
             return 0

@@ -162,10 +162,8 @@ bonus_token_dropped = replaced(_Loop, "_chosen", _chosen_without_bonus)
 
 
 def _commit_all_accepted(stock: Any) -> Any:
-    def commit_(self: _Loop, verified: Any, judge: Any, kept: int, row: int) -> None:
-        while judge.accepts(kept - 1):
-            kept += 1
-        stock(self, verified, judge, kept, row)
+    def commit_(self: _Loop, verified: Any, kept: int, row: int) -> None:
+        stock(self, verified, verified.kept, row)
 
     return commit_
 
@@ -178,19 +176,18 @@ log_probabilities_of_the_round_start = replaced(
 # --- sampling -------------------------------------------------------------------------
 
 random_state_not_put_back = replaced(
-    AtOnce, "settle", lambda stock: lambda self, kept: None
+    AtOnce, "_leave", lambda stock: lambda self, i: None
 )
 
 
 def _sample_in_one_draw(stock: Any) -> Any:
-    def follow(self: AtOnce, logits: mx.array) -> Any:
+    def follow(self: AtOnce, start: int) -> None:
         before = random_state.current()
-        stock(self, logits)
-        rows = [log_probabilities(row) for row in logits[0]]
+        stock(self, start)
         random_state.put_back(before)
-        chosen = self._sampler(mx.stack(rows))
-        self._states = [before] + [random_state.current()] * len(rows)
-        return rows, chosen
+        self._chosen = self._sampler(log_probabilities(self._logits[0]))
+        self._states = [before] + [random_state.current()] * len(self._rows)
+        self._evaluate()
 
     return follow
 
@@ -199,12 +196,12 @@ all_positions_sampled_in_one_draw = replaced(AtOnce, "_follow", _sample_in_one_d
 
 
 def _draw_anew(stock: Any) -> Any:
-    def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> Any:
-        row, token = stock(self, logits, chosen)
+    def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> mx.array:
+        token = stock(self, logits, chosen)
         if len(chosen) < self._drafts.shape[1]:
-            draft, anew = self._drafts[0, len(chosen)], self._sampler(row[None])
+            draft, anew = self._drafts[0, len(chosen)], self._sampler(logits)
             token = mx.where(token == draft, token, anew)
-        return row, token
+        return token
 
     return choose
 
@@ -285,7 +282,7 @@ history_of_pending_at_once = replaced(AtOnce, "_choose", _without_chosen)
 
 def _settle_without_history(stock: Any) -> Any:
     def settle(self: AtOnce, kept: int) -> None:
-        with patch.object(self._history, "add", lambda tokens: None):
+        with patch.object(self._history, "add", lambda *parts: None):
             stock(self, kept)
 
     return settle
@@ -322,8 +319,9 @@ recurrent_state_of_the_whole_path = replaced(paths, "_put", _put_whole)
 
 
 def _follow_first(stock: Any) -> Any:
-    def follow(self: AtOnce, logits: mx.array) -> Any:
-        return stock(self, mx.broadcast_to(logits[:1], logits.shape))
+    def follow(self: AtOnce, start: int) -> None:
+        self._logits = mx.broadcast_to(self._logits[:1], self._logits.shape)
+        stock(self, start)
 
     return follow
 

@@ -8,8 +8,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 from tiny import VOCAB
 
-from mlx_lm_mtp.accept import History
 from mlx_lm_mtp.drafters.base import CHAIN, Branch, Drafter, Proposal, Wanted
+from mlx_lm_mtp.history import History
 from mlx_lm_mtp.noise import SharedNoise
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.propose import Proposer

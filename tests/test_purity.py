@@ -6,6 +6,8 @@ import functools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +22,7 @@ from mlx_lm.sample_utils import (
 )
 
 from mlx_lm_mtp import pure
-from mlx_lm_mtp.purity import is_pure
+from mlx_lm_mtp.purity import is_pure, leaves_nothing
 
 TEMPERATURE = 0.7
 CALLS: list[int] = []
@@ -38,8 +40,7 @@ def nested(x: mx.array) -> mx.array:
 
 
 def bans(tokens: mx.array, logits: mx.array) -> mx.array:
-    logits[:, 5] = -mx.inf
-    return logits
+    return logits.at[:, 5].add(-mx.inf)
 
 
 def loops(x: mx.array) -> mx.array:
@@ -49,6 +50,14 @@ def loops(x: mx.array) -> mx.array:
 
 def with_default(x: mx.array, temperature: float = 0.4) -> mx.array:
     return mx.random.categorical(x / temperature)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    temperature: float = 0.5
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.random.categorical(x / self.temperature)
 
 
 class Plain:
@@ -62,20 +71,27 @@ class Plain:
         return mx.random.categorical(x / self.temperature)
 
 
+class Inherits(Plain):
+    """Has its call from above."""
+
+
 def closure(temperature: float) -> Callable[[mx.array], mx.array]:
     return lambda x: mx.random.categorical(x * (1 / temperature))
 
 
-PURE = {
+STOCK = {
     "stock's greedy": greedy_sampler,
     "stock's": make_sampler(0.7, top_p=0.9, top_k=5, xtc_probability=0.5),
-    "stock's part": functools.partial(categorical_sampling, temp=0.7),
+    "stock's part": categorical_sampling,
     **{
         f"stock's processor {i}": processor
         for i, processor in enumerate(
             make_logits_processors({3: 1.0}, 1.2, 20, 0.5, 20, 0.5, 20)
         )
     },
+}
+LEAVES_NOTHING = {
+    "partial of stock's": functools.partial(categorical_sampling, temp=0.7),
     "function": draws,
     "calls others": nested,
     "writes its argument": bans,
@@ -88,13 +104,19 @@ PURE = {
     "method": Plain(0.5).draw,
     "partial": functools.partial(Plain(0.5)),
     "mlx's": mx.argmax,
-    "compiled": mx.compile(lambda x: mx.argmax(x, axis=-1)),
+    "dataclass": Frozen(0.3),
+    "inherits": Inherits(0.3),
 }
 
 
-@pytest.mark.parametrize("function", PURE.values(), ids=PURE)
-def test_pure(function: Any) -> None:
-    assert is_pure(function)
+@pytest.mark.parametrize("function", STOCK.values(), ids=STOCK)
+def test_what_stock_makes_is_pure(function: Any) -> None:
+    assert is_pure(function) and leaves_nothing(function)
+
+
+@pytest.mark.parametrize("function", LEAVES_NOTHING.values(), ids=LEAVES_NOTHING)
+def test_leaves_nothing_but_what_it_reads_may_change(function: Any) -> None:
+    assert leaves_nothing(function) and not is_pure(function)
 
 
 # --- what keeps a state -------------------------------------------------------------
@@ -227,6 +249,75 @@ class OwnKey:
         return mx.random.categorical(x, key=key)
 
 
+def bump(count: mx.array) -> None:
+    count[0] += 1
+
+
+def writes_through_another(x: mx.array) -> mx.array:
+    bump(COUNT)
+    return draws(x)
+
+
+def writes_its_argument(tokens: mx.array, logits: mx.array) -> mx.array:
+    tokens[-1] = 3
+    return logits
+
+
+def saves(x: mx.array) -> mx.array:
+    mx.save("file", x)
+    return draws(x)
+
+
+def moves(x: mx.array) -> mx.array:
+    mx.set_default_device(mx.cpu)
+    return draws(x)
+
+
+def unbound() -> Callable[[mx.array], mx.array]:
+    def sampler(x: mx.array) -> mx.array:
+        return draws(x / later)
+
+    if CALLS:
+        later = 1.0
+    return sampler
+
+
+class Delegates:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        CALLS.append(1)
+        return self.function(x)
+
+
+class SaysYes(Plain):
+    def __getattr__(self, name: str) -> Any:
+        CALLS.append(1)
+        return True
+
+
+class Hot(float):
+    def __rtruediv__(self, x: mx.array) -> mx.array:
+        CALLS.append(1)
+        return x
+
+
+class Pair(tuple[int, ...]):
+    def __getitem__(self, i: Any) -> Any:
+        CALLS.append(i)
+        return 1.0
+
+
+class Part(functools.partial[mx.array]):
+    def __call__(self, x: mx.array) -> mx.array:
+        CALLS.append(1)
+        return draws(x)
+
+
 class Buffer(Plain):
     def __call__(self, x: mx.array) -> mx.array:
         self.temperature[0] = 1.0
@@ -253,6 +344,18 @@ IMPURE |= {
     "property": Property(0.5),
     "own key": OwnKey(),
     "buffer": Buffer(mx.zeros(1)),
+    "writes through another": writes_through_another,
+    "partial of one that writes": functools.partial(bump, mx.zeros(1)),
+    "writes its argument": writes_its_argument,
+    "saves": saves,
+    "moves": moves,
+    "unbound": unbound(),
+    "delegates": Delegates(make_sampler(1.0)),
+    "says yes": SaysYes(0.5),
+    "float": Plain(Hot(0.5)),
+    "tuple": Plain(Pair((1, 2))),
+    "subclass of partial": Part(draws),
+    "method of another": MethodType(notes, Plain(0.5)),
     "partial": functools.partial(Counts(0.5)),
     "holds a list": Plain([0.5]),
     "compiled": mx.compile(notes),
@@ -261,8 +364,8 @@ IMPURE |= {
 
 
 @pytest.mark.parametrize("function", IMPURE.values(), ids=IMPURE)
-def test_not_known_to_be_pure(function: Any) -> None:
-    assert not is_pure(function)
+def test_may_leave_something(function: Any) -> None:
+    assert not leaves_nothing(function) and not is_pure(function)
 
 
 # --- marked -------------------------------------------------------------------------
@@ -279,6 +382,36 @@ def test_marked_functions_and_classes() -> None:
 
     assert is_pure(marked) and is_pure(Marked(0.5)) and is_pure(Marked(0.5).draw)
     assert not is_pure(Counts(0.5)) and is_pure(pure(Counts(0.5)))
+
+
+def test_a_mark_is_not_copied_or_inherited() -> None:
+    @pure
+    def marked(x: mx.array) -> mx.array:
+        return draws(x)
+
+    @functools.wraps(marked)
+    def wrapper(x: mx.array) -> mx.array:
+        CALLS.append(1)
+        return marked(x)
+
+    @pure
+    class Marked(Plain):
+        pass
+
+    class Counting(Marked):
+        def __call__(self, x: mx.array) -> mx.array:
+            CALLS.append(1)
+            return draws(x)
+
+    assert is_pure(marked) and not is_pure(wrapper) and not leaves_nothing(wrapper)
+    assert is_pure(Marked(1)) and not leaves_nothing(Counting(1))
+
+
+def test_the_inspection_calls_nothing() -> None:
+    before = len(CALLS)
+    for function in IMPURE.values():
+        leaves_nothing(function)
+    assert len(CALLS) == before
 
 
 def test_a_method_cannot_be_marked() -> None:

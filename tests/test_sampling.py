@@ -28,6 +28,7 @@ from mlx_lm_mtp import (
     draft_generate_step,
     random_state,
 )
+from mlx_lm_mtp import pure as mark
 from mlx_lm_mtp.errors import DrafterError, InvalidOption, NothingToChoose
 
 SPECS = (tiny.Spec("qwen3_5"), tiny.Spec("qwen3_next", weights="bf16"))
@@ -340,6 +341,136 @@ def test_a_random_state_is_put_back_without_waiting() -> None:
     assert first.tolist() != second.tolist() == mx.random.state[0].tolist()
 
 
+# --- what the caller does between two tokens ------------------------------------------
+
+
+def draws_between(steps: Any, when: set[int], what: str) -> tuple[list[int], list[Any]]:
+    """Tokens, and what the caller draws itself before it goes on."""
+    tokens, drawn = [], []
+    for i, step in enumerate(steps):
+        tokens.append(step[0])
+        if i in when and what == "seeds":
+            mx.random.seed(100 + i)
+        elif i in when:
+            drawn.append(mx.random.uniform().item())
+        drawn.append(mx.random.state[0].tolist())
+    return tokens, drawn
+
+
+@pytest.mark.parametrize("what", ["seeds", "draws", "looks"])
+@pytest.mark.parametrize("sampler", ["temperature", "xtc", "by_gumbel", "greedy"])
+@pytest.mark.parametrize("paths", [1, 3])
+def test_the_caller_may_use_the_random_state(
+    paths: int, sampler: str, what: str
+) -> None:
+    """It finds the state that it would find in stock, and what it does there counts."""
+    model, when = model_of(SPECS[0]), set() if what == "looks" else {0, 3, 4, 9}
+    made, processors = SAMPLERS[sampler](), make_logits_processors(None, 1.2)
+    how = {"sampler": made, "logits_processors": processors, "max_tokens": 14}
+    mx.random.seed(8)
+    stock = draws_between(generate_step(mx.array(PROMPT), model, **how), when, what)
+    drafters = [MTPDrafter(head_for(model))]
+    drafters += [Scripted(stock[0])] if paths == 1 else []
+    for drafter in drafters:
+        mx.random.seed(8)
+        options = DraftOptions(paths=paths)
+        steps = draft_generate_step(
+            mx.array(PROMPT), model, drafter, options=options, **how
+        )
+        assert draws_between(steps, when, what) == stock
+
+
+def test_two_generations_in_turn_share_the_random_state_as_in_stock() -> None:
+    model, how = model_of(SPECS[0]), {"sampler": make_sampler(1.0), "max_tokens": 12}
+    prompts = [mx.array(PROMPT), mx.array(PROMPT[::-1])]
+
+    def tokens(start: Callable[[mx.array], Any]) -> list[tuple[int, int]]:
+        mx.random.seed(5)
+        pairs = zip(*map(start, prompts), strict=True)
+        return [(a[0], b[0]) for a, b in pairs]
+
+    stock, head = tokens(lambda p: generate_step(p, model, **how)), head_for(model)
+    for k in (1, 3):
+        ours = tokens(
+            lambda prompt, k=k: draft_generate_step(
+                prompt,
+                model,
+                MTPDrafter(head),
+                options=DraftOptions(num_draft_tokens=k),
+                **how,
+            )
+        )
+        assert ours == stock
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "temperature"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_processors_may_draw(strategy: dict[str, Any], sampler: str) -> None:
+    def noisy(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + mx.random.gumbel(logits.shape)
+
+    model = model_of(SPECS[0])
+    for processor in (noisy, mark(lambda tokens, logits: noisy(tokens, logits))):
+        differences = generation_differences(
+            model,
+            PROMPT,
+            14,
+            lambda truth: MTPDrafter(head_for(model)),
+            options=DraftOptions(**strategy),
+            seed=3,
+            sampler=SAMPLERS[sampler],
+            logits_processors=[processor],
+        )
+        assert differences == []
+
+
+def test_a_temperature_may_be_changed_on_the_way() -> None:
+    class Warm:
+        temperature = 0.5
+
+        def __call__(self, logprobs: mx.array) -> mx.array:
+            return mx.random.categorical(logprobs / self.temperature)
+
+    model = model_of(SPECS[0])
+
+    def tokens(start: Any, **how: Any) -> list[int]:
+        sampler, found = Warm(), []
+        mx.random.seed(3)
+        for token, *_ in start(
+            mx.array(PROMPT), model, sampler=sampler, max_tokens=16, **how
+        ):
+            found.append(token)
+            sampler.temperature = 0.2 if len(found) % 5 > 2 else 2.0
+        return found
+
+    stock = tokens(generate_step)
+    assert tokens(draft_generate_step, drafter=Scripted(stock)) == stock
+
+
+def test_an_interrupt_leaves_no_draft_in_the_caches() -> None:
+    model, calls = model_of(SPECS[0]), []
+
+    @mark
+    def interrupts(logprobs: mx.array) -> mx.array:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return by_gumbel(logprobs)
+
+    caches, emitted = model.make_cache(), 0
+    with pytest.raises(KeyboardInterrupt):
+        for _ in draft_generate_step(
+            mx.array(PROMPT),
+            model,
+            Scripted([1, 2, 3, 4, 5]),
+            sampler=interrupts,
+            prompt_cache=caches,
+        ):
+            emitted += 1
+    stock = oracle.stock(model, PROMPT, emitted)
+    assert emitted == 0 and oracle.differences(caches, stock.caches) == []
+
+
 # --- where nothing can be chosen ------------------------------------------------------
 
 
@@ -357,19 +488,18 @@ def faulty(kind: str, at: int, pure: bool) -> Any:
         if kind == "raises":
             raise Fault("no")
         value = mx.nan if kind == "nan" else -mx.inf
-        return mx.full(logits.shape, value) if kind != "one nan" else logits + mx.nan
+        full = mx.full(logits.shape, value)
+        return logits.at[:, 3].add(mx.nan) if kind == "one nan" else full
 
     def keeping(tokens: mx.array, logits: mx.array) -> mx.array:
         calls.append(1)
         return look(tokens, logits)
 
-    from mlx_lm_mtp import pure as mark
-
     return mark(look) if pure else keeping
 
 
 @pytest.mark.parametrize("pure", [True, False])
-@pytest.mark.parametrize("kind", ["raises", "nan", "all -inf"])
+@pytest.mark.parametrize("kind", ["raises", "nan", "one nan", "all -inf"])
 @pytest.mark.parametrize("sampler", ["greedy", "temperature"])
 @pytest.mark.parametrize("at", [0, 1, 2, 4, 7])
 def test_an_error_comes_behind_the_last_good_token(
@@ -377,7 +507,8 @@ def test_an_error_comes_behind_the_last_good_token(
 ) -> None:
     """Caches and random state are those of a generation stopped at that token."""
     model, made = model_of(SPECS[0]), SAMPLERS[sampler]()
-    emitted = max(at - 1, 0)  # the choice behind a token comes before it is yielded
+    # What is raised behind a token comes before it is yielded, as in stock.
+    emitted = max(at - 1, 0) if kind == "raises" else at
     truth = oracle.stock(model, PROMPT, 20, seed=2, sampler=made).tokens
     stock = oracle.stock(model, PROMPT, emitted, seed=2, sampler=made)
     caches = model.make_cache()
@@ -396,7 +527,8 @@ def test_an_error_comes_behind_the_last_good_token(
             tokens.append(token)
     assert tokens == truth[:emitted] == stock.tokens
     assert oracle.differences(caches, stock.caches) == []
-    assert oracle.random_state() == (stock.random_state if at else before)
+    nothing = kind == "raises" and at == 0
+    assert oracle.random_state() == (before if nothing else stock.random_state)
     where = f"token {at + 1} of the output (token {at + 1 + len(PROMPT)} with the"
     if kind == "raises":
         assert isinstance(error.value, Fault)
@@ -445,13 +577,50 @@ def test_a_sampler_that_raises(at: int) -> None:
     assert oracle.random_state() == (stock.random_state if at else before)
 
 
+@pytest.mark.parametrize("pure", [True, False])
+def test_a_row_that_nobody_needs_may_be_broken(pure: bool) -> None:
+    """Stock computes one row more than it needs, behind the end of a grammar, say."""
+    model = model_of(SPECS[0])
+    truth = oracle.stock(model, PROMPT, 20).tokens
+    for how in ({"max_tokens": 9}, {"eos_token_ids": {truth[8]}}):
+        processor = faulty("all -inf", 9, pure)
+        steps = draft_generate_step(
+            mx.array(PROMPT),
+            model,
+            Scripted(truth),
+            logits_processors=[processor],
+            **how,
+        )
+        assert [token for token, *_ in steps] == truth[:9]
+
+
+@pytest.mark.parametrize("pure", [True, False])
+@pytest.mark.parametrize("token", [0, 5])
+def test_a_token_may_be_forced_by_infinity(token: int, pure: bool) -> None:
+    """Normalising makes it NaN, which stock's choice takes for the largest."""
+
+    def forces(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, token].add(mx.inf) if len(tokens) % 3 else logits
+
+    model = model_of(SPECS[0])
+    processor = mark(forces) if pure else forces
+    stock = oracle.stock(model, PROMPT, 14, logits_processors=[processor])
+    assert token in stock.tokens
+    ours = drafted(
+        model,
+        PROMPT,
+        14,
+        MTPDrafter(head_for(model)),
+        logits_processors=[processor],
+    )
+    assert ours.tokens == stock.tokens
+
+
 def test_an_error_behind_a_rejected_draft_never_happens() -> None:
     """A pure processor is asked about drafts that plain decoding never reaches."""
-    from mlx_lm_mtp import pure
-
     target = Chain(3)
 
-    @pure
+    @mark
     def hates(tokens: mx.array, logits: mx.array) -> mx.array:
         if len(tokens) > 1 and tokens[-2].item() == tokens[-1].item():
             raise Fault("twice the same")
@@ -482,9 +651,7 @@ def test_an_error_behind_a_rejected_draft_never_happens() -> None:
 
 
 def test_an_error_while_drafting_is_told_in_the_statistics() -> None:
-    from mlx_lm_mtp import pure
-
-    @pure
+    @mark
     def needs_an_even_length(tokens: mx.array, logits: mx.array) -> mx.array:
         if drafting and len(tokens) % 2:
             raise Fault("odd")

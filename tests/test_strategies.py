@@ -234,7 +234,8 @@ def test_paths_win_if_they_are_right() -> None:
 
 
 def test_of_equal_paths_the_earliest_wins() -> None:
-    from mlx_lm_mtp.accept import AtOnce, History, OneByOne, greedy_sampler
+    from mlx_lm_mtp.accept import AtOnce, OneByOne, greedy_sampler
+    from mlx_lm_mtp.history import History
 
     logits = mx.zeros((3, 3, 8)).at[:, :, 5].add(1.0)
     drafts = mx.array([[1, 5], [5, 5], [5, 5]], dtype=mx.uint32)

@@ -18,7 +18,7 @@ ROOT = Path(mlx_lm_mtp.__file__).parent
 # A module imports only from those above it. What a line has in common is a layer.
 LAYERS = [
     {"_version", "errors", "random_state", "wrapping", "choices", "purity", "regime"},
-    {"options", "stats", "origin", "profile", "coupling"},
+    {"options", "stats", "origin", "profile", "coupling", "history"},
     {"state.snapshot", "state.capture", "state.rowwise"},
     {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
     {

@@ -84,7 +84,8 @@ class Choices(NamedTuple):
 
     Args:
         tokens: `(1, 1, n)`, the best first.
-        confidence: `(1, 1)` in float32, how likely the best is the target's token.
+        confidence: `(1, 1)` in float32, how likely the best is the target's token, as
+            far as can be told; else the drafter's own probability of it.
     """
 
     tokens: mx.array
