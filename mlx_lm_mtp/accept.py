@@ -28,6 +28,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import random_state
+from .choices import log_probabilities
 from .history import History
 
 
@@ -66,15 +67,6 @@ class Judge(Protocol):
 
     def settle(self, kept: int) -> None:
         """Note down that so many inputs were kept."""
-
-
-def log_probabilities(logits: mx.array) -> mx.array:
-    """Normalised over the last axis, in the logits' own dtype as stock does.
-
-    The subtraction rounds, and may make a tie that argmax then resolves: to choose
-    from the logits instead would not be stock's choice.
-    """
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def processed(

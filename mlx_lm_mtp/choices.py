@@ -1,4 +1,4 @@
-"""The best few tokens of one row, best first."""
+"""What to choose from rows of logits: log-probabilities, the best few tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Callable
 import mlx.core as mx
 
 _FEW = 3
+
+
+def log_probabilities(logits: mx.array) -> mx.array:
+    """Normalised over the last axis, in the logits' own dtype as stock does.
+
+    The subtraction rounds, and may make a tie that argmax then resolves: to choose
+    from the logits instead would not be stock's choice.
+    """
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def best(logits: mx.array, n: int) -> mx.array:

@@ -14,8 +14,9 @@ K F_q(t) and K (1 - F_q(t)), and::
     P(token t | u) = P(F(t) > u) - P(F(t - 1) > u)
 
 follows exactly. (In place of Beta, asin √F is taken to be normal with the variance
-1 / (4 (K + 1)), whatever F is.) K → ∞ inverts q at u, K → 0 is the likeliest token,
-whatever u is.
+1 / (4 (K + 1)), whatever F is, and a logistic function, which is quicker, stands in for
+its distribution function: they differ by 0.01 at most.) K → ∞ inverts q at u, K → 0 is
+the likeliest token, whatever u is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import Sampler, make_sampler
 
+from .choices import log_probabilities
+
 _CONCENTRATION = 10.0  # from 5 to 30 makes no difference to speak of
+_LOGISTIC = 1.702  # the slope at which it comes closest to the normal one
 
 
 class StockSampler(NamedTuple):
@@ -37,17 +41,19 @@ class StockSampler(NamedTuple):
     filters: Sequence[Callable[[mx.array], mx.array]]
     temperature: float
 
-    def beliefs(self, logprobs: mx.array) -> mx.array:
+    def beliefs(self, logits: mx.array) -> mx.array:
         """How likely the target's sample from a like row is each token, `(1, V)`.
 
         Draws from `mx.random` what the sampler would draw.
 
         Args:
-            logprobs: `(1, V)`, the drafter's.
+            logits: `(1, V)`, the drafter's.
         """
+        if self.filters:
+            logits = log_probabilities(logits)
         for apply in self.filters:
-            logprobs = apply(logprobs)
-        return beliefs(logprobs * (1 / self.temperature), mx.random.uniform(shape=(1,)))
+            logits = apply(logits)
+        return beliefs(logits * (1 / self.temperature), mx.random.uniform(shape=(1,)))
 
 
 def taken_apart(sampler: Sampler) -> StockSampler | None:
@@ -85,7 +91,7 @@ def beliefs(logits: mx.array, u: mx.array) -> mx.array:
     q = mx.softmax(logits.astype(mx.float32), axis=-1)
     below = mx.minimum(mx.cumsum(q, axis=-1), 1)
     below = mx.concatenate([mx.zeros_like(below[:, :1]), below], axis=-1)
-    above_u = (1 + mx.erf((_angle(below) - _angle(u)) * math.sqrt(0.5))) / 2
+    above_u = mx.sigmoid(_LOGISTIC * (_angle(below) - _angle(u)))
     found = above_u[:, 1:] - above_u[:, :-1]
     return found / (above_u[:, -1:] - above_u[:, :1])
 

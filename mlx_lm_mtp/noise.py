@@ -20,8 +20,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import random_state
-from .accept import log_probabilities
-from .choices import best, in_turn
+from .choices import best, in_turn, log_probabilities
 from .coupling import taken_apart
 from .drafters.base import Choices, Choose, Drafter, gives
 from .errors import DrafterError
@@ -127,10 +126,10 @@ class SharedNoise:
         logits = self._guides(logits, drafted)
         if self._sampler is greedy_sampler:
             return Choices.likeliest(logits[None], n)
-        logprobs = log_probabilities(logits)
         if self._stock is not None:
-            beliefs = self._stock.beliefs(logprobs)[None]
+            beliefs = self._stock.beliefs(logits)[None]
             return Choices(best(beliefs, n), mx.max(beliefs, axis=-1))
+        logprobs = log_probabilities(logits)
         before = random_state.current()
 
         def sampled(row: mx.array) -> mx.array:
