@@ -40,6 +40,7 @@ from .propose import Proposer
 from .purity import is_pure
 from .regime import Marks, Regime
 from .state.limits import width_limit
+from .state.recurrence import Recurrence
 from .state.verified import Verified
 from .stats import Tally
 from .target import ONE_ROW, Target
@@ -125,7 +126,11 @@ def draft_generate_step(
     options = options or DraftOptions()
     stats = stats or Tally()
     loop = _Loop(
-        Target(model, options.hidden if drafter.needs_hidden else None),
+        Target(
+            model,
+            options.hidden if drafter.needs_hidden else None,
+            Recurrence(options.capture, options.recurrence, stats.note),
+        ),
         drafter,
         Carried(prompt_cache, model, drafter, max_kv_size),
         stream=stream,

@@ -52,6 +52,13 @@ class DraftOptions:
             then waited for, which is slower.
         verify: ``batch`` feeds the pending token and all drafts in one forward;
             ``step`` feeds them one by one with a snapshot before each.
+        capture: How a rejected draft is taken back from a gated-delta layer:
+            ``states`` stores the state after every token of a verify, ``replay``
+            computes it anew after a rejection, ``auto`` takes what costs less on
+            this machine.
+        recurrence: What computes gated-delta layers: ``stock`` is what stock runs;
+            ``kernel`` and ``auto`` are a fused kernel on CUDA, where stock loops over
+            ops, and stock elsewhere.
         hidden: Which hidden states the drafter is given, those after the
             target's final norm (``post_norm``) or before it (``pre_norm``).
         prefill_step_size: Prompt tokens in one forward; 0 leaves it to the argument
@@ -73,6 +80,12 @@ class DraftOptions:
     probe: int = _number(0, 0, help="best choices among which tokens are looked for")
     profile: bool = _switch("measure the seconds of each stage")
     verify: str = _choice("batch", "step", help="how drafts are verified")
+    capture: str = _choice(
+        "auto", "states", "replay", help="how recurrent states are taken back"
+    )
+    recurrence: str = _choice(
+        "auto", "kernel", "stock", help="what computes gated-delta layers on CUDA"
+    )
     hidden: str = _choice(
         "post_norm", "pre_norm", help="hidden states that the drafter is given"
     )

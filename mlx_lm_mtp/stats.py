@@ -43,6 +43,11 @@ class DraftStats:
         regime_rounds, regime_drafted, regime_accepted: ``thinking`` or ``answer`` ->
             rounds, drafts and accepted drafts there (by the token that the round
             begins with); empty if the model does not think.
+        recurrence: What computed the gated-delta layers, ``stock`` or ``CUDA kernel``;
+            empty if there are none.
+        capture: How their states were taken back in the latest verify of a new width,
+            ``states`` or ``replay``; empty if nothing was verified.
+        capture_fault: Why ``states`` could not be used, if they were wanted.
         resident_tokens: Tokens that the target's caches hold; where none of them
             counts (recurrent layers alone), those of this generation.
         unseen_tokens: Of those, how many from an earlier call the drafter never saw.
@@ -73,6 +78,9 @@ class DraftStats:
     regime_rounds: Counter[str] = field(default_factory=Counter)
     regime_drafted: Counter[str] = field(default_factory=Counter)
     regime_accepted: Counter[str] = field(default_factory=Counter)
+    recurrence: str = ""
+    capture: str = ""
+    capture_fault: str = ""
     resident_tokens: int = 0
     unseen_tokens: int = 0
     seconds: float = 0.0
@@ -207,6 +215,8 @@ class DraftStats:
             reasons.append(
                 f"{n} rounds drafted by its own first choices, since {reason}"
             )
+        if self.capture_fault:
+            reasons.append(f"states are replayed, for {self.capture_fault}")
         if self.unseen_tokens:
             reasons.append(
                 f"the drafter has not seen {self.unseen_tokens} cached tokens"

@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from .errors import DrafterError
 from .origin import ByModel
+from .state.recurrence import Recurrence, current
 from .state.rowwise import latent_attentions, rowwise
 from .wrapping import wrap
 
@@ -45,6 +46,8 @@ class Target:
     Args:
         model: A model of mlx-lm.
         hidden: ``post_norm``, ``pre_norm``, or None for no hidden states.
+        recurrence: How its gated-delta layers are computed; by default as the thread
+            does.
 
     Attributes:
         one_row: Whether it can be fed one token at a time only, see `ONE_ROW`.
@@ -53,8 +56,14 @@ class Target:
         DrafterError: If hidden states are wanted and no final norm is found.
     """
 
-    def __init__(self, model: nn.Module, hidden: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        hidden: str | None = None,
+        recurrence: Recurrence | None = None,
+    ) -> None:
         self.model = model
+        self._recurrence = recurrence or current()
         self._hidden = hidden
         self._norm = None if hidden is None else _final_norm(model)
         self._latent = _latent.get(model)
@@ -70,6 +79,7 @@ class Target:
         with ExitStack() as stack:
             if verify and self._latent and tokens.shape[1] > 1:
                 stack.enter_context(rowwise(self._latent))
+            stack.enter_context(self._recurrence())
             tap = stack.enter_context(_tapped(self._norm))
             logits = self.model(tokens, cache=caches)
             return Forward(logits, getattr(tap, self._hidden) if self._hidden else None)

@@ -19,6 +19,10 @@ ROOT = Path(mlx_lm_mtp.__file__).parent
 LAYERS = [
     {"_version", "errors", "random_state", "wrapping", "choices", "purity", "regime"},
     {"options", "stats", "origin", "profile", "coupling", "history"},
+    {"state.kernels"},
+    {"state.arithmetics"},
+    {"state.self_check"},
+    {"state.recurrence"},
     {"state.snapshot", "state.capture", "state.rowwise"},
     {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
     {

@@ -6,8 +6,8 @@ forward:
 
 - the window after token i is a slice of the convolution's input, which is the old
   window followed by the new tokens;
-- the state after token i passes through stock's per-token step on its way; where a
-  fused kernel hides it, stock's own kernel on the first i tokens gives it again.
+- the state after token i is computed on the way to the last one, and given out by the
+  same kernel or computed anew (:mod:`.recurrence`).
 
 So a few names of `mlx_lm.models.gated_delta` and `mlx_lm.models.ssm` and the call of
 `nn.Conv1d` are wrapped. The wrappers call stock and return what it returns; they note
@@ -27,7 +27,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +37,10 @@ from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import ArraysCache
 
 from ..wrapping import wrap
+from .arithmetics import Arrays
+from .recurrence import After, current
 
-Arrays = tuple[mx.array, mx.array]
+Recorded = tuple[mx.array, mx.array, After]
 _MOST_CONVOLUTIONS = 8  # in one layer; three are the most that there are
 
 
@@ -56,18 +58,16 @@ class LayerRecord:
     Args:
         width: T, the number of tokens in the forward.
         before: The state before, `(B, ...)`; None in an empty cache.
-        replay: Computes the state after n tokens anew.
+        after: Gives the state after n tokens, 0 < n < T.
         conv_inputs: A convolution's input each, `(B, window + T, C)`.
-        states: The state after each token, where stock computes it token by token.
-        final: The state that stock returned, and the layer stored in its cache.
+        final: The state that the layer stored in its cache.
     """
 
     width: int
     before: mx.array | None
-    replay: Callable[[int], mx.array]
+    after: After
     conv_inputs: list[mx.array]
-    states: list[mx.array] = field(default_factory=list)
-    final: mx.array | None = None
+    final: mx.array
 
     def window(self, conv: int, n: int) -> mx.array:
         """The window of one convolution after n tokens, `(B, window, C)`."""
@@ -76,11 +76,9 @@ class LayerRecord:
 
     def state(self, n: int) -> mx.array | None:
         """The recurrent state after n tokens, `(B, ...)`."""
-        if n == 0:
-            return self.before
-        if len(self.states) == self.width:
-            return self.states[n - 1]
-        return self.replay(n)
+        if n == self.width:
+            return self.final
+        return self.after(n) if n else self.before
 
 
 class Recording:
@@ -90,7 +88,7 @@ class Recording:
         self.layers: dict[int, LayerRecord] = {}  # by the identity of `final`
         # Bounded, for a convolution of another kind is never asked after.
         self._conv_inputs: deque[mx.array] = deque(maxlen=_MOST_CONVOLUTIONS)
-        self._open: LayerRecord | None = None
+        self._inside = False
         self._ended = False
 
     def __enter__(self) -> Recording:
@@ -116,7 +114,7 @@ class Recording:
     @property
     def inside_layer(self) -> bool:
         """Whether a layer's recurrence is running."""
-        return self._open is not None
+        return self._inside
 
     def layer_of(self, cache: Any) -> LayerRecord | None:
         """The record of the layer that filled this cache; None if there is none."""
@@ -129,29 +127,20 @@ class Recording:
         """A convolution is about to run on this input."""
         self._conv_inputs.append(conv_input)
 
-    def step(self, state: mx.array) -> None:
-        """Stock computed the state after one more token of the open layer."""
-        if self._open is not None:
-            self._open.states.append(state)
-
     def layer(
-        self,
-        run: Callable[[], Arrays],
-        width: int,
-        before: mx.array | None,
-        replay: Callable[[int], mx.array],
+        self, width: int, before: mx.array | None, run: Callable[[], Recorded]
     ) -> Arrays:
         """Run a layer's recurrence, and keep what leads to each of its states."""
-        layer = LayerRecord(width, before, replay, list(self._conv_inputs))
+        conv_inputs = list(self._conv_inputs)
         self._conv_inputs.clear()
-        self._open = layer
+        self._inside = True
         try:
-            y, layer.final = run()
+            y, final, after = run()
         finally:
-            self._open = None
+            self._inside = False
         self.layers.pop(id(before), None)  # of the forward before this one
-        self.layers[id(layer.final)] = layer
-        return y, layer.final
+        self.layers[id(final)] = LayerRecord(width, before, after, conv_inputs, final)
+        return y, final
 
 
 def _fits(layer: LayerRecord, cache: ArraysCache) -> bool:
@@ -190,30 +179,16 @@ def _gated_delta(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
         state: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> Arrays:
-        inputs = (q, k, v, g, beta)
+        call = (stock, (q, k, v, g, beta), state, mask)
+        if state is None:
+            return stock(*call[1], state, mask)
         recording = _current()
-        if recording is None or state is None:
-            return stock(*inputs, state, mask)
-
-        def replay(n: int) -> mx.array:
-            prefix = (mx.contiguous(x[:, :n]) for x in inputs)
-            return stock(*prefix, state, None if mask is None else mask[:, :n])[1]
-
-        run = functools.partial(stock, *inputs, state, mask)
-        return recording.layer(run, q.shape[1], state, replay)
+        if recording is None:
+            return current().run(*call)
+        record = functools.partial(current().recorded, *call)
+        return recording.layer(q.shape[1], state, record)
 
     return recurrence
-
-
-def _gated_delta_step(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    @functools.wraps(stock)
-    def step(*inputs: Any) -> Arrays:
-        y, state = stock(*inputs)
-        if recording := _current():
-            recording.step(state)
-        return y, state
-
-    return step
 
 
 def _state_space(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -235,23 +210,19 @@ def _state_space(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
         if recording is None or recording.inside_layer or not unmasked:
             return stock(x, A_log, B, C, D, dt, dt_bias, state, *limits, **more)
 
-        def by_token() -> Arrays:
-            ys, last = [], state
+        def by_token() -> Recorded:
+            ys, states = [], [state]
             for t in range(x.shape[1]):
                 row = slice(t, t + 1)
                 parts = (x[:, row], A_log, B[:, row], C[:, row], D, dt[:, row])
-                y, last = ssm.ssm_update(*parts, dt_bias, last, *limits)
+                y, last = ssm.ssm_update(*parts, dt_bias, states[-1], *limits)
                 ys.append(y)
-                recording.step(last)
-            return mx.concatenate(ys, axis=1), last
+                states.append(last)
+            return mx.concatenate(ys, axis=1), last, states.__getitem__
 
-        return recording.layer(by_token, x.shape[1], state, _no_replay)
+        return recording.layer(x.shape[1], state, by_token)
 
     return recurrence
-
-
-def _no_replay(n: int) -> mx.array:
-    raise AssertionError("a layer that runs token by token has all its states")
 
 
 def _conv(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -267,7 +238,6 @@ def _conv(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
 _WRAPPERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (gated_delta, "gated_delta_ops", _gated_delta),
     (gated_delta, "gated_delta_kernel", _gated_delta),
-    (gated_delta, "_gated_delta_step_ops", _gated_delta_step),
     (ssm, "ssm_attn", _state_space),
     (ssm, "ssm_update_kernel", _state_space),
     (nn.Conv1d, "__call__", _conv),

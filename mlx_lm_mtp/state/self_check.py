@@ -1,0 +1,86 @@
+"""Whether a kernel does what stock does: looked at before it is used, bit for bit.
+
+A kernel may be miscompiled, or fused otherwise, on a device that nobody has tried. So
+before one is used on a device and on shapes that it was not used on yet, its outputs
+and every state are compared with the recurrence run token by token, on random inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from .arithmetics import Arithmetic, Shapes
+
+_INPUTS = 3  # random ones, to compare on
+_CLOSE = 1e-3  # how far CUDA's kernel may be from stock's ops, which add up otherwise
+
+
+@functools.cache
+def fault_of_states(arithmetic: Arithmetic, shapes: Shapes) -> str:
+    """What is wrong with the states that an arithmetic gives; empty if nothing is."""
+    found = _faults(lambda: _compare(arithmetic, shapes))
+    if found:
+        _warn(f"states are not captured in one kernel: {found}; they are replayed")
+    return found
+
+
+@functools.cache
+def fault_of_outputs(cuda: Arithmetic, stock: Arithmetic, shapes: Shapes) -> str:
+    """What is wrong with the outputs of CUDA's kernel; empty if nothing is."""
+
+    def compare() -> None:
+        inputs, state, mask = shapes.draw(0)
+        for ours, theirs in zip(
+            cuda.run(*inputs, state, mask), stock.run(*inputs, state, mask), strict=True
+        ):
+            if not mx.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE).item():
+                raise ValueError("it is not close to stock's ops")
+
+    found = _faults(compare)
+    if found:
+        _warn(f"CUDA's gated-delta kernel is not used: {found}; stock's ops are")
+    return found
+
+
+def _compare(arithmetic: Arithmetic, shapes: Shapes) -> None:
+    """Compare the states and outputs with the recurrence run token by token.
+
+    Raises:
+        ValueError: If a bit differs.
+    """
+    last = shapes.q[1] - 1
+    for seed in range(_INPUTS):
+        inputs, state, mask = shapes.draw(seed)
+        y, final, earlier = arithmetic.with_states(*inputs, state, mask)
+        for t in range(last + 1):
+            row = slice(t, t + 1)
+            token = (mx.contiguous(x[:, row]) for x in inputs)
+            seen = None if mask is None else mask[:, row]
+            expected, state = arithmetic.run(*token, state, seen)
+            found = final if t == last else earlier[t]
+            if not (_same(y[:, row], expected) and _same(found, state)):
+                raise ValueError(
+                    f"it differs from token {t + 1} of a loop on {shapes.device}"
+                )
+
+
+def _faults(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except Exception as error:  # whatever a compiler may say
+        return (str(error) or type(error).__name__).strip().partition("\n")[0]
+    return ""
+
+
+def _same(a: mx.array, b: mx.array) -> bool:
+    """Whether all bits are the same."""
+    bits = (mx.contiguous(x).view(mx.uint8) for x in (a, b))
+    return a.dtype == b.dtype and mx.array_equal(*bits).item()
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"mlx-lm-mtp: {text}.", RuntimeWarning, stacklevel=2)
