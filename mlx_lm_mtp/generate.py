@@ -11,6 +11,10 @@ has been sampled, and a stop leaves nothing to be fed.
 
 Most rounds are one *leg*: one verify and what is kept of it. A rescue adds a second leg
 to its round, which goes on from the drafter's second choice without drafting anew.
+
+The device must not wait for the caller. While x is yielded, it verifies; and once it is
+known what is kept, the next round is drafted before the accepted drafts are yielded, if
+the drafter can go back should the caller stop among them.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
 from .carry import Carried
-from .drafters.base import Branch, Drafter, Proposal
+from .drafters.base import Branch, Drafter, Proposal, gives
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
@@ -65,6 +69,14 @@ class Leg(NamedTuple):
 
     inputs: mx.array  # (1, n)
     hidden: mx.array | None  # (1, n, H), the target's at each of them
+
+
+class Ahead(NamedTuple):
+    """A round that was drafted before the one before it was yielded to its end."""
+
+    proposal: Proposal
+    kept: int  # inputs of that one, as the drafter was shown them
+    yielded: int = 0
 
 
 def draft_generate_step(
@@ -187,16 +199,24 @@ class _Loop:
         self.options = options
         self.stats = stats
         self.on_tokens = on_tokens
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.regime = regime
         self.sampler = sampler
         self.processors = processors
+        self.goes_ahead = (
+            sampler is greedy_sampler
+            and not processors
+            and not options.rescue
+            and not (options.depth == "confidence" and options.reads == "each")
+            and "rewind" in gives(drafter)
+        )
         self.judges_at_once = all(map(is_pure, (sampler, *processors)))
         self.quantize = quantize
         self.timed = Stopwatch(stats.time if options.profile else None)
         self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
         self.pending: Pending
         self.unobserved: list[Leg] = []
+        self.ahead: Ahead | None = None
         self.ended = False
 
     # --- prefill ------------------------------------------------------------------
@@ -261,19 +281,23 @@ class _Loop:
         """Yield x and what is accepted behind it; returns these tokens."""
         if self.pending.error is not None:
             raise self.pending.error
-        proposal = self._draft(self._width(budget) - 1)
+        if self.ahead is not None:
+            proposal, self.ahead = self.ahead.proposal, None
+        else:
+            proposal = self._draft(self._width(budget) - 1)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
-        tokens = yield from self._leg(rows, proposal)
+        tokens = yield from self._leg(rows, proposal, budget)
         branch = self._rescue(proposal, len(tokens), budget)
         if branch is not None:
             width = self._width(budget - len(tokens), first=False)
-            tokens += yield from self._leg(branch.rest[:, : width - 1], branch)
+            rest = branch.rest[:, : width - 1]
+            tokens += yield from self._leg(rest, branch, budget - len(tokens))
         self._observe()
         return tokens
 
     def _leg(
-        self, drafts: mx.array, source: Proposal | Branch
+        self, drafts: mx.array, source: Proposal | Branch, budget: int
     ) -> Generator[Step, None, list[int]]:
         """Verify x and `(P, k')` drafts; yield x and each accepted draft."""
         with mx.stream(self.stream), self.timed("verify") as wait:
@@ -295,6 +319,8 @@ class _Loop:
                     more = self._goes_on(judge, tokens)
                     token = judge.token(len(tokens) - 1)
                 logprobs = judge.logprobs(len(tokens) - 1)
+                if more and len(tokens) == 1 and self._can_go_ahead(verified):
+                    self._go_ahead(judge, verified, inputs, forward.hidden, budget)
         finally:
             row = judge.row(len(tokens) - 1) if tokens else 0
             self._commit(verified, len(tokens), row)
@@ -308,6 +334,37 @@ class _Loop:
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, len(tokens) - 1)
         return tokens
+
+    def _can_go_ahead(self, verified: Verified) -> bool:
+        """Whether what is chosen stays so, whatever the caller does, or can be undone.
+
+        Greedy choices draw no numbers that the caller could draw or seed; a KV cache
+        that was quantised cannot go back.
+        """
+        return self.goes_ahead and verified.retractable and self.quantize[2] is None
+
+    def _go_ahead(
+        self,
+        judge: Judge,
+        verified: Verified,
+        inputs: mx.array,
+        hidden: mx.array | None,
+        budget: int,
+    ) -> None:
+        """Commit what will be yielded, and let the device draft what follows it."""
+        kept = 2
+        while judge.accepts(kept - 1):
+            kept += 1
+        ends = not self.eos_token_ids.isdisjoint(judge.choices()[: kept - 1])
+        if ends or kept == budget:
+            return
+        self._commit(verified, kept, 0)
+        self._keep(inputs, hidden, kept, 0)
+        self._observe()
+        with mx.stream(self.stream):
+            self.pending = self._chosen(judge, kept - 1)
+        proposal = self._draft(self._width(budget - kept) - 1)
+        self.ahead = Ahead(proposal, kept)
 
     def _draft(self, k: int) -> Proposal:
         """Up to k drafts, and what goes with them."""
@@ -371,6 +428,9 @@ class _Loop:
         self, inputs: mx.array, hidden: mx.array | None, n: int, row: int
     ) -> None:
         """Note the first n inputs of one path down for the drafter."""
+        if self.ahead is not None:  # it knows them already
+            self.ahead = self.ahead._replace(yielded=n)
+            return
         with mx.stream(self.stream):
             one = slice(row, row + 1)
             kept = None if hidden is None else hidden[one, :n]
@@ -418,6 +478,8 @@ class _Loop:
     def finalise(self) -> None:
         """Show the drafter the rest, and carry what it has seen to the next call."""
         self._observe()
+        if self.ahead is not None:
+            self.drafter.rewind(self.ahead.kept - self.ahead.yielded)  # type: ignore[attr-defined]
         with mx.stream(self.stream), self.timed("finalise"):
             self.carried.end()
 

@@ -17,12 +17,18 @@ from .drafters.base import (
     Choose,
     Drafter,
     Proposal,
+    Rewinding,
     Wanted,
     gives,
 )
 from .errors import DrafterError, InvalidOption
 from .noise import SharedNoise
 from .options import DraftOptions
+
+_METHODS = {
+    "caches": (Carrying, "suspend() or resume()"),
+    "rewind": (Rewinding, "rewind()"),
+}
 
 
 class Proposer:
@@ -97,11 +103,12 @@ def check_gives(drafter: Drafter, options: DraftOptions) -> None:
             f"drafter {drafter.name!r} says that it gives "
             f"{', '.join(sorted(unknown))}; there is: {', '.join(sorted(OFFERS))}."
         )
-    if "caches" in offered and not isinstance(drafter, Carrying):
-        raise InvalidOption(
-            f"drafter {drafter.name!r} says that it gives caches; it lacks suspend() "
-            "or resume()."
-        )
+    for offer, (kind, methods) in _METHODS.items():
+        if offer in offered and not isinstance(drafter, kind):
+            raise InvalidOption(
+                f"drafter {drafter.name!r} says that it gives {offer}; it lacks "
+                f"{methods}."
+            )
     for missing in sorted(options.needs - offered):
         raise InvalidOption(
             f"drafter {drafter.name!r} gives no {missing}, which draft option "

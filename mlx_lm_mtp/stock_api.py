@@ -61,7 +61,7 @@ class DraftRequest:
         """The token generator that stock's `stream_generate` reads."""
         kwargs |= self.kept
         if self.drafter is None:
-            self._steps = _plain(self.stats, prompt, model, stream, **kwargs)
+            self._steps = _plain(self, prompt, model, stream, **kwargs)
         else:
             from .generate import draft_generate_step
 
@@ -83,17 +83,38 @@ class DraftRequest:
             self._steps.close()
 
 
-def _plain(stats: Tally, prompt: Any, model: Any, stream: Any, **kwargs: Any) -> Any:
+def _plain(
+    request: DraftRequest, prompt: Any, model: Any, stream: Any, **kwargs: Any
+) -> Any:
     """Stock's own steps, each counted as a round that drafts nothing."""
     from mlx_lm.generate import generate_step
 
     started = time.perf_counter()
+    stats = request.stats
+    steps = generate_step(prompt, model, stream, **kwargs)
     try:
-        for token, logprobs in generate_step(prompt, model, stream, **kwargs):
+        for token, logprobs in _computed(steps, request):
             stats.count(0, 0)
             yield token, logprobs, False
     finally:
+        steps.close()
         stats.note(seconds=time.perf_counter() - started)
+
+
+def _computed(steps: Generator[Any, None, None], request: DraftRequest) -> Any:
+    """Stock's steps, with the arithmetic that a generation with drafts has."""
+    from .state.capture import see_through
+    from .state.recurrence import Recurrence
+
+    options = request.options
+    computing = Recurrence(options.capture, options.recurrence, request.stats.note)
+    see_through()
+    while True:
+        with computing():  # not while the caller has the step
+            step = next(steps, None)
+        if step is None:
+            return
+        yield step
 
 
 # --- the wrappers -----------------------------------------------------------------

@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from .errors import DrafterError
 from .origin import ByModel
+from .state.capture import see_through
 from .state.recurrence import Recurrence, current
 from .state.rowwise import latent_attentions, rowwise
 from .wrapping import wrap
@@ -64,6 +65,7 @@ class Target:
     ) -> None:
         self.model = model
         self._recurrence = recurrence or current()
+        see_through()
         self._hidden = hidden
         self._norm = None if hidden is None else _final_norm(model)
         self._latent = _latent.get(model)

@@ -284,6 +284,28 @@ def drafter_differences(
     return [f"drafter: {d}" for d in oracle.differences([ours.cache], [fresh.cache])]
 
 
+def broken_off_differences(
+    spec: Spec, prompt: Sequence[int], pattern: str, n: int
+) -> Differences:
+    """A generation that its caller ends after n tokens: the model's entries beside
+    stock's, the drafter's beside those of one that saw no more."""
+    model, caches = model_of(spec), _new(model_of(spec))
+    truth = oracle.stock(model, prompt, n + 12).tokens
+    steered = Steered(head_for(model), Scripted(truth, right_where(pattern)))
+    steps = draft_generate_step(mx.array(prompt), model, steered, prompt_cache=caches)
+    made = [token for token, *_ in _take(steps, n)]
+    steps.close()
+    stock = oracle.stock(model, prompt, n)
+    found = cache_differences(caches[:-2], stock.caches)
+    if made != stock.tokens:
+        found.append(f"tokens: {made} and {stock.tokens}")
+    fresh = MTPDrafter(head_for(model))
+    tokens = mx.array([[*prompt, *made]])
+    fresh.prefill(tokens, Target(model, "post_norm")(tokens, _new(model)).hidden)
+    drafters = oracle.differences(caches[-2:], fresh.suspend())
+    return found + [f"drafter: {d}" for d in drafters]
+
+
 # --- cache functions ----------------------------------------------------------------
 
 

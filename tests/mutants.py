@@ -131,8 +131,26 @@ def _observe_losing_last(stock: Any) -> Any:
     return observe
 
 
+def _rewind_one_short(stock: Any) -> Any:
+    return lambda self, tokens: stock(self, max(tokens - 1, 0))
+
+
+drafter_rewound_one_token_short = replaced(MTPDrafter, "rewind", _rewind_one_short)
+drafter_not_rewound = replaced(MTPDrafter, "rewind", lambda _: lambda self, n: None)
 drafter_keeps_rejected_entries = replaced(MTPDrafter, "begin", _begin_untrimmable)
 drafter_loses_the_last_pair = replaced(MTPDrafter, "observe", _observe_losing_last)
+
+
+def _keep_once(stock: Any) -> Any:
+    def keep(self: Any, n: int) -> None:
+        if "once" not in vars(self):
+            self.once = True
+            stock(self, n)
+
+    return keep
+
+
+committed_ahead_for_good = replaced(verified.Captured, "_keep", _keep_once)
 
 # --- acceptance -----------------------------------------------------------------------
 

@@ -89,16 +89,10 @@ def test_a_second_turn_goes_on_as_if_unbroken(way: str, tmp_path: Path) -> None:
     assert checks.cache_differences(caches[:-2], stock.caches) == []
 
 
-@pytest.mark.parametrize("n", range(1, 7))
-def test_a_turn_that_is_broken_off(n: int) -> None:
-    model, caches = checks.model_of(SPEC), new()
-    truth = oracle.stock(model, FIRST, 12).tokens
-    drafter = checks.Steered(checks.head_for(model), Scripted(truth))
-    steps = draft_generate_step(mx.array(FIRST), model, drafter, prompt_cache=caches)
-    tokens = [next(steps)[0] for _ in range(n)]
-    steps.close()
-    assert tokens == truth[:n]
-    assert checks.cache_differences(caches[-2:], unbroken([*FIRST, *tokens])) == []
+@pytest.mark.parametrize("pattern", ["1", "0110", "0"])
+@pytest.mark.parametrize("n", range(1, 10))
+def test_a_turn_that_is_broken_off(n: int, pattern: str) -> None:
+    assert checks.broken_off_differences(SPEC, FIRST, pattern, n) == []
 
 
 def test_a_cache_of_stock_s_starts_the_drafter_cold_and_says_so() -> None:

@@ -21,6 +21,7 @@ from checks import (
     PROMPT,
     Differences,
     aspects,
+    broken_off_differences,
     commit_differences,
     drafted,
     drafter_differences,
@@ -159,6 +160,17 @@ def rounds() -> Differences:
     ]
 
 
+def broken_off() -> Differences:
+    """By the caller, among kept drafts: the next round was drafted already."""
+    return [
+        difference
+        for spec in MODELS
+        for pattern in ("1", "0110")
+        for n in (2, 5)
+        for difference in broken_off_differences(spec, PROMPT, pattern, n)
+    ]
+
+
 def drafter() -> Differences:
     return [
         difference
@@ -257,6 +269,7 @@ CHECKS: dict[str, Callable[[], Differences]] = {
         tied,
         rounds,
         drafter,
+        broken_off,
         drafter_with_branches,
         side_by_side,
         side_by_side_sampled,
@@ -302,6 +315,9 @@ TABLE = (
     ("no_limit_of_the_width", "quantized", "caches"),
     ("drafter_keeps_rejected_entries", "drafter", "drafter"),
     ("drafter_loses_the_last_pair", "drafter", "drafter"),
+    ("drafter_rewound_one_token_short", "broken_off", "drafter"),
+    ("drafter_not_rewound", "broken_off", "drafter"),
+    ("committed_ahead_for_good", "broken_off", "caches"),
     ("wrong_drafts_accepted", "greedy", "tokens"),
     ("wrong_drafts_accepted", "sampled", "tokens"),
     ("wrong_drafts_accepted_one_by_one", "processed", "tokens"),

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+import oracle
 import pytest
+from checks import drafted, generation_differences, model_of, scripted
+from mlx_lm.generate import generation_stream
 from mlx_lm.models import gated_delta
+from tiny import Spec
 
 from mlx_lm_mtp import DraftOptions, Tally
 from mlx_lm_mtp.errors import InvalidOption
 from mlx_lm_mtp.state import arithmetics, kernels, recurrence, self_check
 from mlx_lm_mtp.state.arithmetics import Arithmetic, Shapes
 from mlx_lm_mtp.state.recurrence import Recurrence
-from tests import oracle
-from tests.checks import drafted, generation_differences, model_of, scripted
-from tests.tiny import Spec
+from mlx_lm_mtp.stock_api import DraftRequest
 
 SHAPES = Shapes(
     (1, 4, 1, 32),
@@ -196,6 +198,20 @@ def test_outside_a_drafted_generation_stock_stays_stock(cuda: list[int]) -> None
     cuda.clear()
     oracle.stock(model, PROMPT, 4)
     assert cuda == []
+
+
+def test_without_drafts_the_arithmetic_is_that_of_drafts(cuda: list[int]) -> None:
+    model, stats = model_of(Spec("qwen3_5")), Tally()
+    request = DraftRequest(None, DraftOptions(num_draft_tokens=0), stats)
+    steps = request.steps(mx.array(PROMPT), model, generation_stream, max_tokens=4)
+    tokens = []
+    for token, *_ in steps:
+        tokens.append(token)
+        cuda.append(0)  # what the caller computes is not part of it
+        oracle.stock(model, PROMPT, 1)
+        assert cuda.pop() == 0
+    assert tokens == oracle.stock(model, PROMPT, 4).tokens
+    assert len(cuda) >= 2 * 4 and stats.recurrence == "CUDA kernel"
 
 
 def test_a_cuda_kernel_that_is_far_from_stock_is_not_used() -> None:

@@ -197,7 +197,24 @@ class Carrying(Protocol):
         """
 
 
-OFFERS = frozenset({"confidence", "candidates", "branches", "caches", "logprobs"})
+@runtime_checkable
+class Rewinding(Protocol):
+    """What a drafter that gives ``rewind`` can do besides.
+
+    It is then asked to draft as soon as it is known what a round keeps, while the
+    caller is still given the tokens; a caller who stops among them has it go back.
+    """
+
+    def rewind(self, tokens: int) -> None:
+        """Take back the last `draft`, and the last `tokens` that `observe` has shown.
+
+        They are fewer than the last call of `observe` has shown.
+        """
+
+
+OFFERS = frozenset(
+    {"confidence", "candidates", "branches", "caches", "logprobs", "rewind"}
+)
 
 
 def gives(drafter: Drafter) -> frozenset[str]:

@@ -68,6 +68,7 @@ class MTPDrafter:
         # last hidden state waits for the token that follows.
         self._tokens: mx.array | None = None
         self._hidden: mx.array | None = None
+        self._observed: mx.array | None = None  # of the last round, `(1, n, H)`
 
     def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Feed every pair of this chunk, so that drafting knows the whole prompt."""
@@ -79,6 +80,7 @@ class MTPDrafter:
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Note the pairs down; the next draft feeds them in the same forward."""
         self._note(tokens, hidden)
+        self._observed = hidden
         if self._tokens is not None and self._tokens.shape[1] > _MANY:
             self._feed()
             mx.async_eval(self.cache.state)
@@ -157,6 +159,14 @@ class MTPDrafter:
             following = choose(self.head.logits(hidden), path).tokens[..., 0]
             path = mx.concatenate([path, following.astype(mx.uint32)], axis=1)
         return Branch(position, token, path[:, position + 1 :])
+
+    def rewind(self, tokens: int) -> None:
+        """Go back; see :class:`.base.Rewinding`."""
+        assert self._observed is not None, "observe comes before rewind"
+        self.cache.trim(1 + tokens)  # with the pair of the pending token
+        last = self._observed.shape[1] - tokens
+        self._hidden = self._observed[:, last - 1 : last]
+        self._tokens = mx.zeros((1, 0), dtype=mx.uint32)
 
     def resume(self, caches: Sequence[Any]) -> int:
         """Take over what :meth:`suspend` gave; see :class:`.base.Carrying`."""

@@ -92,7 +92,7 @@ class Recording:
         self._ended = False
 
     def __enter__(self) -> Recording:
-        _see_through()
+        see_through()
         _thread.recording = self
         return self
 
@@ -179,9 +179,10 @@ def _gated_delta(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
         state: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> Arrays:
-        call = (stock, (q, k, v, g, beta), state, mask)
+        inputs = (q, k, v, g, beta)
         if state is None:
-            return stock(*call[1], state, mask)
+            return stock(*inputs, state, mask)
+        call = (stock, inputs, state, mask)
         recording = _current()
         if recording is None:
             return current().run(*call)
@@ -244,7 +245,7 @@ _WRAPPERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
 ]
 
 
-def _see_through() -> None:
-    """Put the wrappers in place; they do nothing until a thread records."""
+def see_through() -> None:
+    """Put the wrappers in place; they do as stock does until a thread asks for more."""
     for owner, name, wrapper in _WRAPPERS:
         wrap(owner, name, wrapper)

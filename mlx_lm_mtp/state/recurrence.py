@@ -18,7 +18,7 @@ import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..errors import InvalidOption
 from .arithmetics import Arithmetic, Arrays, Run, Shapes, of_cuda, of_stock
 from .self_check import fault_of_outputs, fault_of_states
 
+Inputs = Sequence[mx.array]  # q, k, v, g, beta
 After = Callable[[int], mx.array]  # n -> the state after n of the T tokens, 0 < n < T
 
 _LONGEST = 16  # tokens beyond which their states would take too much memory
@@ -61,7 +62,7 @@ class Recurrence:
         self._capture = capture
         self._recurrence = recurrence
         self._note = note
-        self._decided: dict[tuple[Run, Shapes], tuple[Arithmetic, bool]] = {}
+        self._decided: dict[tuple[Any, ...], tuple[Arithmetic, bool]] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -72,17 +73,22 @@ class Recurrence:
         finally:
             _thread.recurrence = before
 
-    def run(self, stock: Run, inputs: Any, state: mx.array, mask: Any) -> Arrays:
-        """y and the state after the last token."""
-        arithmetic, _ = self._decide(stock, Shapes.of(inputs, state, mask))
+    def run(self, *call: Any) -> Arrays:
+        """y and the state after the last token.
+
+        Args:
+            call: Stock's function, its five inputs, the state, and the mask or None.
+        """
+        arithmetic, _ = self._decide(*call)
+        _, inputs, state, mask = call
         y, last = arithmetic.run(*inputs, state, mask)
         return y, last
 
     def recorded(
-        self, stock: Run, inputs: Any, state: mx.array, mask: Any
+        self, stock: Run, inputs: Inputs, state: mx.array, mask: mx.array | None
     ) -> tuple[mx.array, mx.array, After]:
         """Besides, what gives the state after each token before the last."""
-        arithmetic, keeps = self._decide(stock, Shapes.of(inputs, state, mask))
+        arithmetic, keeps = self._decide(stock, inputs, state, mask)
         if keeps:
             y, last, earlier = arithmetic.with_states(*inputs, state, mask)
             return y, last, lambda n: earlier[n - 1]
@@ -94,13 +100,19 @@ class Recurrence:
 
         return *arithmetic.run(*inputs, state, mask), replay
 
-    def _decide(self, stock: Run, shapes: Shapes) -> tuple[Arithmetic, bool]:
+    def _decide(
+        self, stock: Run, inputs: Inputs, state: mx.array, mask: mx.array | None
+    ) -> tuple[Arithmetic, bool]:
         """The arithmetic, and whether it is to give the states."""
-        decided = self._decided.get((stock, shapes))
+        q, _, v, g, _ = inputs
+        # What may change from call to call: a layer asks in every forward.
+        key = (stock, q.shape, v.shape, g.ndim, q.dtype, state.dtype, mask is None)
+        decided = self._decided.get(key)
         if decided is None:
+            shapes = Shapes.of(inputs, state, mask)
             arithmetic = _arithmetic(stock, shapes, self._recurrence)
             keeps = shapes.q[1] > 1 and self._keeps_states(arithmetic, shapes)
-            decided = self._decided[stock, shapes] = arithmetic, keeps
+            decided = self._decided[key] = arithmetic, keeps
         return decided
 
     def _keeps_states(self, arithmetic: Arithmetic, shapes: Shapes) -> bool:
@@ -116,14 +128,14 @@ class Recurrence:
 
 
 class _PerThread(threading.local):
-    recurrence = Recurrence()
+    recurrence = Recurrence(recurrence="stock")
 
 
 _thread = _PerThread()
 
 
 def current() -> Recurrence:
-    """How the forwards of this thread are to compute; by default as stock does."""
+    """How forwards of this thread compute; outside drafted generations as stock."""
     return _thread.recurrence
 
 
