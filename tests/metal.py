@@ -113,6 +113,8 @@ class MetalKernel:
         verbose: bool = False,
         stream: Any = None,
     ) -> list[mx.array]:
+        if min(*grid, *threadgroup) < 1 or math.prod(threadgroup) > _MOST_THREADS:
+            raise KernelError(f"a grid of {grid} threads in groups of {threadgroup}")
         read = dict(self._read(inputs))
         text = self._text(read, output_dtypes, template)
         if verbose:
@@ -198,7 +200,7 @@ extern "C" const char* launch(void** given, const uint3* grid, const uint3* grou
         places = (ctypes.c_void_p * len(buffers))(
             *(buffer.ctypes.data + _GUARD for buffer in buffers)
         )
-        if wrong := launch(places, _Size(*grid), _Size(*_clipped(threadgroup, grid))):
+        if wrong := launch(places, _Size(*grid), _Size(*threadgroup)):
             raise KernelError(f"kernel {self.name}: {wrong.decode()}")
         written = buffers[len(inputs) :]
         for name, buffer in zip(self._outputs, written, strict=True):
@@ -249,13 +251,6 @@ def _kind(value: Any) -> str:
 def _value(value: Any) -> str:
     """A template argument, as C++ has it."""
     return _TYPES[value] if isinstance(value, mx.Dtype) else str(value).lower()
-
-
-def _clipped(threadgroup: Sequence[int], grid: Sequence[int]) -> list[int]:
-    """The size of a threadgroup that is not larger than the grid."""
-    if min(*grid, *threadgroup) < 1 or math.prod(threadgroup) > _MOST_THREADS:
-        raise KernelError(f"a grid of {grid} threads in groups of {threadgroup}")
-    return [min(sizes) for sizes in zip(threadgroup, grid, strict=True)]
 
 
 def _bytes(array: mx.array) -> np.ndarray:

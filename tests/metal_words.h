@@ -154,8 +154,11 @@ static void run_lane() {
   }
 }
 
+// Anew for each launch, because one that fails leaves lanes in the middle of a kernel.
 static void make_lanes() {
   for (Lane& lane : lanes) {
+    lane.word = nullptr;
+    lane.line = 0;
     getcontext(&lane.context);
     lane.context.uc_stack.ss_sp = lane.stack;
     lane.context.uc_stack.ss_size = sizeof lane.stack;
@@ -189,9 +192,8 @@ static void advance(uint present) {
     swapcontext(&scheduler, &running->context);
 }
 
-// Lanes of a group that is not full have ended from the start.
+// In a group that is not full, the other lanes have ended from the start.
 static bool run_simdgroup(uint present) {
-  for (Lane& lane : lanes) lane.word = nullptr, lane.line = 0;
   advance(present);
   while (in_step()) {
     if (!lanes->word) return true;

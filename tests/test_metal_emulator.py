@@ -68,12 +68,8 @@ def every(dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_each_operation_rounds_as_in_mlx(dtype: mx.Dtype) -> None:
     a, b = every(dtype)
-    ours = run(
-        each("y[i] = a[i] * b[i] + a[i] / b[i] - b[i]"),
-        {"a": a, "b": b},
-        a.shape,
-        dtype,
-    )
+    source = each("y[i] = a[i] * b[i] + a[i] / b[i] - b[i]")
+    ours = run(source, {"a": a, "b": b}, a.shape, dtype)
     assert same_bits(ours, a * b + a / b - b)
 
 
@@ -81,14 +77,16 @@ def test_each_operation_rounds_as_in_mlx(dtype: mx.Dtype) -> None:
 def test_narrow_floats_with_others(dtype: mx.Dtype) -> None:
     a, _ = every(dtype)
     b, _ = every(mx.float32)
-    given = {"a": a, "b": b}
-    in_float = run(each("y[i] = a[i] * b[i]"), given, a.shape)
-    rounded = run(each("y[i] = b[i]"), given, a.shape, dtype)
-    with_integer = run(each("y[i] = static_cast<float>(2 * a[i] + 1)"), given, a.shape)
-    in_place = run(each("auto x = a[i]; x += b[i]; y[i] = x"), given, a.shape, dtype)
+    inputs = {"a": a, "b": b}
+    in_float = run(each("y[i] = a[i] * b[i]"), inputs, a.shape)
+    rounded = run(each("y[i] = b[i]"), inputs, a.shape, dtype)
+    with_integer = run(
+        each("y[i] = static_cast<float>(2049 * a[i] + 2049)"), inputs, a.shape
+    )
+    in_place = run(each("auto x = a[i]; x += b[i]; y[i] = x"), inputs, a.shape, dtype)
     assert same_bits(in_float, a.astype(mx.float32) * b)
     assert same_bits(rounded, b.astype(dtype))
-    assert same_bits(with_integer, (2 * a + 1).astype(mx.float32))
+    assert same_bits(with_integer, (2049 * a + 2049).astype(mx.float32))
     assert same_bits(in_place, (a.astype(mx.float32) + b).astype(dtype))
 
 
@@ -98,10 +96,10 @@ def test_narrow_floats_with_others(dtype: mx.Dtype) -> None:
 def test_scalars_are_values() -> None:
     x = mx.arange(7, dtype=mx.float32)
     for n, scale, negative in [(3, 0.5, True), (-2, 2.25, False)]:
-        given = {"x": x, "n": n, "scale": scale, "negative": negative}
+        inputs = {"x": x, "n": n, "scale": scale, "negative": negative}
         source = each("y[i] = (negative ? -1 : 1) * (x[i] * scale + n)")
         expected = (-1 if negative else 1) * (x * scale + n)
-        assert same_bits(run(source, given, x.shape), expected)
+        assert same_bits(run(source, inputs, x.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.bfloat16, mx.uint8], ids=str)
@@ -113,12 +111,14 @@ def test_template_arguments_are_known_to_the_compiler(dtype: mx.Dtype) -> None:
         else y[i] = T::no_such_name + values[N - 1];
     """)
     x = mx.arange(20).astype(dtype)
-    template = [("T", dtype), ("N", 3), ("First", True)]
-    assert same_bits(run(source, {"x": x}, x.shape, dtype, template=template), x + 1)
+
+    def ours(first: bool) -> mx.array:
+        template = [("T", dtype), ("N", 3), ("First", first)]
+        return run(source, {"x": x}, x.shape, dtype, template=template)
+
+    assert same_bits(ours(True), x + 1)
     with pytest.raises(KernelError, match="no_such_name"):
-        run(
-            source, {"x": x}, x.shape, dtype, template=[*template[:2], ("First", False)]
-        )
+        ours(False)
 
 
 def test_a_number_without_a_suffix_is_a_float() -> None:
@@ -299,9 +299,11 @@ def test_lanes_that_part_are_found(source: str, where: str) -> None:
 
 
 def test_a_group_that_is_not_full_cannot_exchange() -> None:
-    assert same_bits(run(each("y[i] = i"), {}, (40,)), mx.arange(40.0))
+    source = each("y[i] = i; if (exchange) simd_sum(i)")
     with pytest.raises(KernelError, match="lane 8 has ended or does not exist"):
-        run(each("y[i] = simd_sum(1.0f)"), {}, (40,))
+        run(source, {"exchange": True}, (40,))
+    for n in (5, 40):
+        assert same_bits(run(source, {"exchange": False}, (n,)), mx.arange(float(n)))
 
 
 @pytest.mark.parametrize("at", ["i + 1", "i - 1", "i + 1000", "i - 1000"])
