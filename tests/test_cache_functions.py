@@ -665,9 +665,9 @@ def test_recording_works_again_after_uninstalling() -> None:
 
 
 def test_wrapping_twice_wraps_once() -> None:
-    capture._see_through()
+    capture.see_through()
     once = _bound()
-    capture._see_through()
+    capture.see_through()
     assert all(a is b for a, b in zip(_bound(), once, strict=True))
 
 

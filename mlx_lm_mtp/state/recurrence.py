@@ -73,14 +73,11 @@ class Recurrence:
         finally:
             _thread.recurrence = before
 
-    def run(self, *call: Any) -> Arrays:
-        """y and the state after the last token.
-
-        Args:
-            call: Stock's function, its five inputs, the state, and the mask or None.
-        """
-        arithmetic, _ = self._decide(*call)
-        _, inputs, state, mask = call
+    def run(
+        self, stock: Run, inputs: Inputs, state: mx.array, mask: mx.array | None
+    ) -> Arrays:
+        """y and the state after the last token, where stock calls this function."""
+        arithmetic, _ = self._decide(False, stock, inputs, state, mask)
         y, last = arithmetic.run(*inputs, state, mask)
         return y, last
 
@@ -88,7 +85,7 @@ class Recurrence:
         self, stock: Run, inputs: Inputs, state: mx.array, mask: mx.array | None
     ) -> tuple[mx.array, mx.array, After]:
         """Besides, what gives the state after each token before the last."""
-        arithmetic, keeps = self._decide(stock, inputs, state, mask)
+        arithmetic, keeps = self._decide(True, stock, inputs, state, mask)
         if keeps:
             y, last, earlier = arithmetic.with_states(*inputs, state, mask)
             return y, last, lambda n: earlier[n - 1]
@@ -101,17 +98,25 @@ class Recurrence:
         return *arithmetic.run(*inputs, state, mask), replay
 
     def _decide(
-        self, stock: Run, inputs: Inputs, state: mx.array, mask: mx.array | None
+        self,
+        recorded: bool,
+        stock: Run,
+        inputs: Inputs,
+        state: mx.array,
+        mask: mx.array | None,
     ) -> tuple[Arithmetic, bool]:
         """The arithmetic, and whether it is to give the states."""
         q, _, v, g, _ = inputs
         # What may change from call to call: a layer asks in every forward.
-        key = (stock, q.shape, v.shape, g.ndim, q.dtype, state.dtype, mask is None)
+        shape = (q.shape, v.shape, g.ndim, q.dtype, state.dtype, mask is None)
+        key = (recorded, stock, *shape)
         decided = self._decided.get(key)
         if decided is None:
             shapes = Shapes.of(inputs, state, mask)
             arithmetic = _arithmetic(stock, shapes, self._recurrence)
-            keeps = shapes.q[1] > 1 and self._keeps_states(arithmetic, shapes)
+            self._note(recurrence=arithmetic.name)
+            several = recorded and shapes.q[1] > 1
+            keeps = several and self._keeps_states(arithmetic, shapes)
             decided = self._decided[key] = arithmetic, keeps
         return decided
 
@@ -123,7 +128,7 @@ class Recurrence:
             keeps = False
         else:
             keeps = self._capture == "states" or _pays(arithmetic, shapes)
-        self._note(capture="states" if keeps else "replay", recurrence=arithmetic.name)
+        self._note(capture="states" if keeps else "replay")
         return keeps
 
 
