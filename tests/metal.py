@@ -14,12 +14,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import gated_delta
+
+from mlx_lm_mtp.state.kernels import with_globals
 
 Order = Literal["butterfly", "sequential"]
 
@@ -273,19 +275,6 @@ def _blank(
 
 
 # --- stock's kernels --------------------------------------------------------------
-
-
-def with_globals(function: Any, **names: Any) -> Any:
-    """A copy of a Python function that finds other values under some global names."""
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def stand_in(order: Order = "butterfly") -> SimpleNamespace:

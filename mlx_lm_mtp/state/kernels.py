@@ -89,7 +89,7 @@ def launcher(make: Make, *, states: bool, packed: bool = True) -> Launch:
     """
     made = _storing(make) if states else make
     kernels = {name: made(**text) for name, text in texts().items()}
-    launch = _with_globals(gated_delta._gated_delta_kernel_impl, **kernels)
+    launch = with_globals(gated_delta._gated_delta_kernel_impl, **kernels)
     return functools.partial(launch, allow_packed=packed)
 
 
@@ -99,12 +99,12 @@ def texts() -> dict[str, dict[str, Any]]:
     metal = SimpleNamespace(is_available=lambda: True)
     stand_in = SimpleNamespace(metal=metal, fast=SimpleNamespace(metal_kernel=dict))
     return {
-        name: _with_globals(getattr(gated_delta, factory), mx=stand_in)(**variant)
+        name: with_globals(getattr(gated_delta, factory), mx=stand_in)(**variant)
         for name, (factory, variant) in _VARIANTS.items()
     }
 
 
-def _with_globals(function: Any, **names: Any) -> Callable[..., Any]:
+def with_globals(function: Any, **names: Any) -> Callable[..., Any]:
     """A function of stock's that finds these names; nobody else does."""
     copy = FunctionType(
         function.__code__,
