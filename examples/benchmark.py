@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import math
 import platform
 import statistics
 import time
@@ -27,6 +26,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_lm_mtp import Tally, install
+from mlx_lm_mtp.bench.figures import geometric_mean
 
 install()
 
@@ -154,11 +154,6 @@ def measure(
         )
         for name in args.strategies
     ]
-
-
-def geometric_mean(values: list[float]) -> float:
-    """The mean that ratios want."""
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import sys
 
@@ -33,11 +34,23 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     plugins = commands.add_parser("plugins", help="list drafters and who brings them")
     plugins.set_defaults(run=_list_plugins)
+    _add_bench(commands.add_parser("bench", help="stock and drafts, side by side"))
     args = parser.parse_args()
-    args.run()
+    args.run(args)
 
 
-def _list_plugins() -> None:
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from .bench import command
+
+    parser.description = (
+        "Decode prompts with stock mlx-lm and with drafts, in turn, and compare speeds "
+        "and tokens. See docs/benchmarks.md."
+    )
+    command.add_arguments(parser)
+    parser.set_defaults(run=functools.partial(command.run, parser))
+
+
+def _list_plugins(args: argparse.Namespace) -> None:
     from .plugins import drafters
 
     found = drafters()

@@ -41,6 +41,13 @@ LAYERS = [
     {"stock_cli"},
     {"stock_api"},
     {"install"},
+    {"bench.prompts", "bench.oracle", "bench.shapes", "bench.costs"},
+    {"bench.subject"},
+    {"bench.drafting"},
+    {"bench.measure"},
+    {"bench.figures"},
+    {"bench.report", "bench.plot"},
+    {"bench.command"},
     {"cli"},
     {"__main__"},
 ]
@@ -63,7 +70,7 @@ def modules() -> dict[str, Path]:
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
-        if name and name not in ("state", "drafters"):
+        if name and name not in ("state", "drafters", "bench"):
             found[name] = path
     return found
 

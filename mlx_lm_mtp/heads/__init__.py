@@ -51,12 +51,7 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
     Raises:
         HeadNotFound, HeadMismatch, HeadUnreadable: See :func:`head_of`.
     """
-    family = type(model).__module__.rpartition(".")[2]
-    if family not in MODULES:
-        raise HeadNotFound(
-            f"no MTP head is known for models of type {family!r}; known are: "
-            f"{', '.join(MODULES)}. Use another drafter, or plain decoding."
-        )
+    check_family(model)
     weights = find_head(Path(path))
     try:
         head = _built(model, weights)
@@ -69,6 +64,20 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
     _load(head, weights.source)
     _heads[model] = head
     return head
+
+
+def check_family(model: nn.Module) -> None:
+    """See that heads of such models are known.
+
+    Raises:
+        HeadNotFound: If they are not.
+    """
+    family = type(model).__module__.rpartition(".")[2]
+    if family not in MODULES:
+        raise HeadNotFound(
+            f"no MTP head is known for models of type {family!r}; known are: "
+            f"{', '.join(MODULES)}. Use another drafter, or plain decoding."
+        )
 
 
 def _built(model: nn.Module, weights: HeadWeights) -> MTPHead:
