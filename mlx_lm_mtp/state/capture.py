@@ -42,6 +42,7 @@ from .recurrence import After, current
 
 Recorded = tuple[mx.array, mx.array, After]
 _MOST_CONVOLUTIONS = 8  # in one layer; three are the most that there are
+_FEW = 16  # tokens of a verify, as they usually are
 
 
 class _PerThread(threading.local):
@@ -72,7 +73,9 @@ class LayerRecord:
     def window(self, conv: int, n: int) -> mx.array:
         """The window of one convolution after n tokens, `(B, window, C)`."""
         rows = self.conv_inputs[conv]
-        return mx.contiguous(rows[:, n : n + rows.shape[1] - self.width])
+        window = rows[:, n : n + rows.shape[1] - self.width]
+        # A view costs nothing, but keeps the rows of a long forward alive.
+        return mx.contiguous(window) if self.width > _FEW else window
 
     def state(self, n: int) -> mx.array | None:
         """The recurrent state after n tokens, `(B, ...)`."""
