@@ -17,15 +17,18 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def predicted(tokens_a_round: float, verify: float, drafts: float) -> float:
+def predicted(
+    tokens_a_round: float, stock: float, verify: float, drafts: float
+) -> float:
     """The speed-up over stock if a round were nothing but its parts.
 
     Args:
         tokens_a_round: Tokens that a round yields.
-        verify: v(k + 1) / v(1).
-        drafts: k c / v(1).
+        stock: Seconds of one of stock's tokens.
+        verify: Seconds of a verify, v(k + 1).
+        drafts: Seconds of the drafts, k c.
     """
-    return tokens_a_round / (verify + drafts)
+    return tokens_a_round * stock / (verify + drafts)
 
 
 class Spread(NamedTuple):
@@ -148,11 +151,12 @@ class Results:
     def predicted(self, k: int, prompt: int) -> float | None:
         """The speed-up of one prompt if a round were nothing but its parts."""
         verify, draft = self.parts(prompt)
-        if not self.predictable or k + 1 not in verify:
+        if not self.predictable or k == 0 or k + 1 not in verify:
             return None
-        step = verify[1]
-        drafts = k * (draft or 0.0) / step
-        return predicted(self.tokens_a_round(k, prompt), verify[k + 1] / step, drafts)
+        stock = statistics.median(run.speed for run in self.of(STOCK, prompt))
+        drafts = k * (draft or 0.0)
+        tokens = self.tokens_a_round(k, prompt)
+        return predicted(tokens, 1 / stock, verify[k + 1], drafts)
 
     def row(self, k: int | None) -> Row:
         """One way to decode, over the prompts of which it was measured."""

@@ -3,12 +3,18 @@
 The time of a forward does not depend on the values of the weights, as long as they are
 finite. It does depend on which experts are chosen: the tokens of one verify may share
 more of them in a trained trunk than in a random one, and so cost less there.
+
+What a random trunk says hangs on near-ties, so that on a GPU every way to decode would
+go a way of its own, and no oracle could foresee it. So embeddings are large, and
+outweigh what the layers add: where the lm_head is the embedding, a token is followed by
+itself; otherwise by the next id, for the lm_head's rows are the embedding's, one on.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import zlib
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +28,7 @@ from ..target import text_model
 
 GROUP_SIZE = 64
 _AT_ONCE = 2**24  # numbers drawn at once
+_LOUD = 8.0  # the largest number of an embedding
 DTYPES = {name: getattr(mx, name) for name in ("bfloat16", "float16", "float32")}
 
 # From the config.json of Qwen/Qwen3.5-4B, Qwen/Qwen3.5-9B and
@@ -104,7 +111,6 @@ def build(name: str, dtype: mx.Dtype, bits: int | None = None) -> nn.Module:
     config = SHAPES[name]
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     with random_state.untouched():
-        mx.random.seed(0)
         model = module.Model(module.ModelArgs.from_dict(dict(config)))
         return _filled(model, dtype, bits, model.quant_predicate)
 
@@ -121,7 +127,6 @@ def random_head(model: nn.Module) -> MTPHead:
         (m.bits for m in model.modules() if isinstance(m, nn.QuantizedLinear)), None
     )
     with random_state.untouched():
-        mx.random.seed(1)
         return _filled(MTPHead(model), dtype, bits, model.quant_predicate)
 
 
@@ -165,12 +170,20 @@ def _drawn(path: str, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         return mx.full(shape, -4.0, dtype=dtype)
     if len(shape) == 1:
         return mx.ones(shape, dtype=dtype)
+    if path.endswith("embed_tokens.weight"):
+        return _uniform("embedding", _LOUD, shape, dtype)
+    if path.endswith("lm_head.weight"):
+        return mx.roll(_uniform("embedding", 1, shape, dtype), 1, axis=0)
     fan_in = shape[1] if "conv1d" in path else shape[-1]
-    return _uniform(math.sqrt(3 / fan_in), shape, dtype)
+    return _uniform(path, math.sqrt(3 / fan_in), shape, dtype)
 
 
-def _uniform(most: float, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Numbers from -most to most, drawn in place: drawing takes a multiple of them."""
+def _uniform(
+    name: str, most: float, shape: tuple[int, ...], dtype: mx.Dtype
+) -> mx.array:
+    """Numbers from -most to most, the same for a name; drawn in place, for drawing
+    takes a multiple of the memory."""
+    mx.random.seed(zlib.crc32(name.encode()))
     rows = max(1, _AT_ONCE // math.prod(shape[1:]))
     drawn = mx.zeros(shape, dtype=dtype)
     for i in range(0, shape[0], rows):
