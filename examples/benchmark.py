@@ -67,6 +67,9 @@ STRATEGIES: list[dict[str, Any]] = [
     {"k": 3, "paths": 4},
     {"k": 3, "verify": "step"},
     {"k": 3, "hidden": "pre_norm"},
+    {"k": 3, "draft_head_bits": 4},
+    {"k": 3, "shortlist": 2048},
+    {"k": 3, "capture": "replay"},
 ]
 # For temperatures above 0.
 SAMPLING: list[dict[str, Any]] = [

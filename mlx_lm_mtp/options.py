@@ -46,6 +46,10 @@ class DraftOptions:
         draft_sampling: ``shared`` chooses drafts as the target will choose its tokens,
             with its sampler and its noise, if the drafter gives log-probabilities;
             ``greedy`` drafts the likeliest token. Logits processors apply to both.
+        draft_head_bits: Draft with a copy of the lm_head quantised to so many bits, 2,
+            3, 4, 5, 6 or 8; 0 drafts with the lm_head itself.
+        shortlist: Draft only out of so many most frequent tokens, and those of the
+            prompt; 0 is all.
         probe: For each draft position, count how often the target's token was among
             the drafter's best 1, 2, … `probe` choices; 0 does not.
         profile: Measure the seconds spent in each stage. What a stage computes is
@@ -77,6 +81,10 @@ class DraftOptions:
     draft_sampling: str = _choice(
         "shared", "greedy", help="how drafts are chosen when the target samples"
     )
+    draft_head_bits: int = _number(
+        0, 0, 8, help="bits of a copy of the lm_head that drafts are read from, 0: none"
+    )
+    shortlist: int = _number(0, 0, help="most frequent tokens to draft out of, 0: all")
     probe: int = _number(0, 0, help="best choices among which tokens are looked for")
     profile: bool = _switch("measure the seconds of each stage")
     verify: str = _choice("batch", "step", help="how drafts are verified")
@@ -97,6 +105,11 @@ class DraftOptions:
             _check(option.name, getattr(self, option.name), option.metadata)
         if self.paths > 1:
             self._check_paths()
+        if self.draft_head_bits in (1, 7):
+            raise InvalidOption(
+                f"draft option draft_head_bits is {self.draft_head_bits}; MLX "
+                "quantises to 2, 3, 4, 5, 6 or 8 bits, and 0 takes no copy."
+            )
 
     def _check_paths(self) -> None:
         against = {
@@ -118,6 +131,7 @@ class DraftOptions:
             "confidence": self.depth == "confidence",
             "branches": self.paths > 1 or self.rescue > 0,
             "candidates": self.probe > 0,
+            "readout": self.draft_head_bits > 0 or self.shortlist > 0,
         }
         return frozenset(name for name, wanted in needed.items() if wanted)
 

@@ -123,6 +123,9 @@ def _asking(options: DraftOptions, what: str) -> str:
         return f"depth={options.depth}"
     if what == "candidates":
         return f"probe={options.probe}"
+    if what == "readout":
+        bits = options.draft_head_bits
+        return f"draft_head_bits={bits}" if bits else f"shortlist={options.shortlist}"
     if options.paths > 1:
         return f"paths={options.paths}"
     return f"rescue={options.rescue}"

@@ -27,6 +27,7 @@ LAYERS = [
     {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
     {
         "state.tree",
+        "heads.readout",
         "state.limits",
         "state.verified",
         "target",

@@ -213,7 +213,15 @@ class Rewinding(Protocol):
 
 
 OFFERS = frozenset(
-    {"confidence", "candidates", "branches", "caches", "logprobs", "rewind"}
+    {
+        "confidence",
+        "candidates",
+        "branches",
+        "caches",
+        "logprobs",
+        "rewind",
+        "readout",  # reads its drafts from an lm_head, as `DraftOptions` say
+    }
 )
 
 

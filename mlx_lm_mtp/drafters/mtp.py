@@ -21,6 +21,7 @@ from mlx_lm.models.cache import KVCache
 
 from ..heads import head_of
 from ..heads.qwen import MTPHead
+from ..heads.readout import CheapReadout, Readout
 from ..hookspecs import hookimpl
 from ..state.snapshot import restore, snapshot
 from .base import (
@@ -51,18 +52,21 @@ class MTPDrafter:
 
     Args:
         head: The head, as :func:`mlx_lm_mtp.load_head` gives it.
+        readout: What makes logits of its output; by default its lm_head.
     """
 
     name = "mtp"
     needs_hidden = True
     gives = OFFERS
 
-    def __init__(self, head: MTPHead) -> None:
+    def __init__(self, head: MTPHead, readout: Readout | None = None) -> None:
         self.head = head
+        self.readout = readout or Readout(head)
         self.begin()
 
     def begin(self) -> None:
         """Start with an empty cache."""
+        self.readout.begin()
         self.cache = KVCache()
         # Pairs not fed yet: `_hidden` may be one longer than `_tokens`, since the
         # last hidden state waits for the token that follows.
@@ -72,6 +76,7 @@ class MTPDrafter:
 
     def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Feed every pair of this chunk, so that drafting knows the whole prompt."""
+        self.readout.see(tokens)
         self._note(tokens, hidden)
         if self._tokens is not None and self._tokens.shape[1]:
             self._feed()
@@ -123,7 +128,7 @@ class MTPDrafter:
         choose = wanted.choose or _likeliest
         while True:
             choices = max(1 + wanted.branches.count(len(chain)), wanted.candidates)
-            chosen = choose(self.head.logits(hidden), _drafted(chain), choices)
+            chosen = choose(self.readout.logits(hidden), _drafted(chain), choices)
             last = Depth(hidden, chosen.tokens.astype(mx.uint32), chosen.confidence)
             chain.append(last)
             if len(chain) == k:
@@ -156,7 +161,7 @@ class MTPDrafter:
         hidden = chain[position].hidden
         for _ in range(len(chain) - 1 - position):
             hidden = self.head(path[:, -1:], hidden, self.cache)
-            following = choose(self.head.logits(hidden), path).tokens[..., 0]
+            following = choose(self.readout.logits(hidden), path).tokens[..., 0]
             path = mx.concatenate([path, following.astype(mx.uint32)], axis=1)
         return Branch(position, token, path[:, position + 1 :])
 
@@ -227,7 +232,11 @@ def _drafted(chain: Sequence[Depth]) -> mx.array:
 
 
 def _build(context: DraftContext) -> MTPDrafter:
-    return MTPDrafter(head_of(context.model))
+    head, options = head_of(context.model), context.options
+    if not (options.draft_head_bits or options.shortlist):
+        return MTPDrafter(head)
+    cheap = (options.draft_head_bits, options.shortlist, context.tokenizer)
+    return MTPDrafter(head, CheapReadout(head, *cheap))
 
 
 @hookimpl

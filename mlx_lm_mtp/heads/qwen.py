@@ -72,6 +72,11 @@ class MTPHead(nn.Module):
         x = self.layers[0](x, create_attention_mask(x, cache), cache)
         return self.norm(x)
 
+    @property
+    def lm_head_used(self) -> Any:
+        """The module that :meth:`logits` goes through; an embedding if it is tied."""
+        return self.lm_head if "lm_head" in self else self._project.__self__
+
     def logits(self, hidden: mx.array) -> mx.array:
         """`(1, T, V)` logits of `(1, T, H)` hidden states."""
         project = self.lm_head if "lm_head" in self else self._project
