@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import checks
@@ -30,6 +31,7 @@ from mlx_lm_mtp.heads.qwen import MTPHead
 from mlx_lm_mtp.heads.readout import CheapReadout, by_frequency
 from mlx_lm_mtp.propose import check_gives
 
+TRAINED = Path(__file__).parents[1] / "examples" / "models" / "qwen3_5-tiny-mtp"
 PROMPT = [5, 9, 90, 2, 77]
 SPECS = {
     "tied": Spec(),
@@ -234,8 +236,10 @@ def test_tokens_and_caches_are_stock_s(spec: Spec, how: str) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_on_the_bundled_checkpoint(options: dict[str, Any], temp: float) -> None:
-    model, tokenizer = mlx_lm.load("examples/models/qwen3_5-tiny-mtp")
+def test_on_the_bundled_checkpoint(
+    options: dict[str, Any], temp: float, plugin: None
+) -> None:
+    model, tokenizer = mlx_lm.load(str(TRAINED))
     how = {
         "sampler": make_sampler(temp),
         "logits_processors": make_logits_processors(repetition_penalty=1.05),
