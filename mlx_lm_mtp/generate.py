@@ -207,7 +207,7 @@ class _Loop:
             sampler is greedy_sampler
             and not processors
             and not options.rescue
-            and not (options.depth == "confidence" and options.reads == "each")
+            and options.depth == "fixed"  # else drafting waits, and the caller would
             and "rewind" in gives(drafter)
         )
         self.judges_at_once = all(map(is_pure, (sampler, *processors)))

@@ -24,7 +24,7 @@ from scripted import Scripted
 
 import mlx_lm_mtp.drafters.mtp
 from mlx_lm_mtp import cli
-from mlx_lm_mtp.bench import measure, prompts, shapes
+from mlx_lm_mtp.bench import costs, measure, prompts, shapes
 from mlx_lm_mtp.bench.figures import Results, geometric_mean
 from mlx_lm_mtp.bench.measure import Run
 from mlx_lm_mtp.bench.oracle import OracleDrafter
@@ -154,6 +154,32 @@ def test_stock_runs_without_the_plugin(
     monkeypatch.setattr(measure._Bench, "_decode", noted)
     assert bench(*TINY, *ALWAYS, "--k", 1)[0] == 0
     assert set(seen) == {(True, True), (False, False)}
+
+
+def test_every_verify_is_timed_behind_the_same_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verify, seen = costs._verify, []
+
+    def noted(target: Any, tokens: mx.array, caches: list[Any]) -> float:
+        seconds = verify(target, tokens, caches)
+        seen.append((max(c.offset for c in caches if hasattr(c, "offset")), tokens))
+        return seconds
+
+    monkeypatch.setattr(costs, "_verify", noted)
+    model = shapes.build("tiny", mx.float32)
+    found = costs.verify_seconds(model, [1, 2, 3, 4, 5], [6, 7, 8], [1, 3])
+    assert list(found) == [1, 3] and min(found.values()) > 0
+    assert {offset for offset, tokens in seen if tokens.shape[1] == 1} == {5 + 1}
+    assert {offset for offset, tokens in seen if tokens.shape[1] == 3} == {5 + 3}
+    assert seen[-1][1].tolist() == [[6, 7, 8]]
+
+
+def test_drafts_are_timed_behind_the_context() -> None:
+    drafter = Scripted([0] * 40)
+    model = shapes.build("tiny", mx.float32)
+    assert costs.draft_seconds(model, drafter, 2, "post_norm", [1, 2, 3], 4) > 0
+    assert drafter.prompt == [1, 2, 3] and set(drafter.seen) == {4}
 
 
 def test_no_prediction_where_rounds_are_of_several_lengths(
