@@ -29,6 +29,7 @@ from mlx_lm_mtp.bench.figures import Results, geometric_mean
 from mlx_lm_mtp.bench.measure import Run
 from mlx_lm_mtp.bench.oracle import OracleDrafter
 from mlx_lm_mtp.plugins import DrafterPlugins
+from mlx_lm_mtp.state.recurrence import Recurrence
 
 pytestmark = pytest.mark.usefixtures("plugin", "registered")
 
@@ -168,7 +169,8 @@ def test_every_verify_is_timed_behind_the_same_context(
 
     monkeypatch.setattr(costs, "_verify", noted)
     model = shapes.build("tiny", mx.float32)
-    found = costs.verify_seconds(model, [1, 2, 3, 4, 5], [6, 7, 8], [1, 3])
+    context, following = [1, 2, 3, 4, 5], [6, 7, 8]
+    found = costs.verify_seconds(model, context, following, [1, 3], Recurrence())
     assert list(found) == [1, 3] and min(found.values()) > 0
     assert {offset for offset, tokens in seen if tokens.shape[1] == 1} == {5 + 1}
     assert {offset for offset, tokens in seen if tokens.shape[1] == 3} == {5 + 3}
