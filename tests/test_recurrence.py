@@ -222,8 +222,25 @@ def test_a_cuda_kernel_that_is_far_from_stock_is_not_used() -> None:
     far = usual()._replace(name="far", run=run)
     with pytest.warns(RuntimeWarning, match="CUDA's gated-delta kernel is not used"):
         assert "not close" in self_check.fault_of_outputs(far, usual(), SHAPES)
-    near = usual()._replace(name="near", run=lambda *call: stock()(*call))
-    assert self_check.fault_of_outputs(near, usual(), SHAPES) == ""
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, MASKED, VECTOR], ids=str)
+def test_a_cuda_kernel_that_is_near_stock_is_used(shapes: Any) -> None:
+    """It adds up in another order, and leaves out what is masked."""
+    widths = []
+
+    def run(*call: Any) -> Any:
+        widths.append(call[0].shape[1])
+        y, last = stock()(*call)
+        y = y if call[-1] is None else y * call[-1][..., None, None]
+        return y * (1 + 2**-9), last * (1 + 2**-20)
+
+    near = usual()._replace(name=f"near {shapes}", run=run)
+    long = shapes._replace(
+        **{n: (x[0], 40, *x[2:]) for n, x in shapes._asdict().items() if n in "qvg"}
+    )
+    assert self_check.fault_of_outputs(near, usual(), long) == ""
+    assert widths == [16]
 
 
 def test_a_kernel_is_refused_where_there_is_none() -> None:

@@ -52,6 +52,14 @@ class Shapes(NamedTuple):
         device = str(mx.default_device())
         return cls(q.shape, v.shape, g.shape, dtypes, mask is not None, device)
 
+    def cut(self, width: int) -> Shapes:
+        """The same for so many tokens at most."""
+        B, T, *rest = self.q
+        cut = (B, min(T, width))
+        return self._replace(
+            q=(*cut, *rest), v=(*cut, *self.v[2:]), g=(*cut, *self.g[2:])
+        )
+
     def draw(self, seed: int) -> tuple[list[mx.array], mx.array, mx.array | None]:
         """Random inputs, state and mask of these shapes, as a layer might have them."""
         *rest, key = mx.random.split(mx.random.key(seed), 7)

@@ -16,7 +16,10 @@ import mlx.core as mx
 from .arithmetics import Arithmetic, Shapes
 
 _INPUTS = 3  # random ones, to compare on
-_CLOSE = 1e-3  # how far CUDA's kernel may be from stock's ops, which add up otherwise
+# How far CUDA's kernel may be from stock's ops, which add up in another order: y, which
+# is rounded to 8 bits of mantissa at worst, and the state.
+_CLOSE = (1e-2, 1e-3)
+_WIDTH = 16  # tokens that this is looked at for; the kernel loops over any number
 
 
 @functools.cache
@@ -31,19 +34,25 @@ def fault_of_states(arithmetic: Arithmetic, shapes: Shapes) -> str:
 @functools.cache
 def fault_of_outputs(cuda: Arithmetic, stock: Arithmetic, shapes: Shapes) -> str:
     """What is wrong with the outputs of CUDA's kernel; empty if nothing is."""
-
-    def compare() -> None:
-        inputs, state, mask = shapes.draw(0)
-        for ours, theirs in zip(
-            cuda.run(*inputs, state, mask), stock.run(*inputs, state, mask), strict=True
-        ):
-            if not mx.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE).item():
-                raise ValueError("it is not close to stock's ops")
-
-    found = _faults(compare)
+    found = _faults(lambda: _compare_outputs(cuda, stock, shapes.cut(_WIDTH)))
     if found:
         _warn(f"CUDA's gated-delta kernel is not used: {found}; stock's ops are")
     return found
+
+
+def _compare_outputs(cuda: Arithmetic, stock: Arithmetic, shapes: Shapes) -> None:
+    """Compare y and the last state; y of a masked token is nobody's concern.
+
+    Raises:
+        ValueError: If they are far from stock's.
+    """
+    inputs, state, mask = shapes.draw(0)
+    ours, theirs = (a.run(*inputs, state, mask) for a in (cuda, stock))
+    seen = (True if mask is None else mask[..., None, None], True)
+    for a, b, where, close in zip(ours, theirs, seen, _CLOSE, strict=True):
+        near = mx.abs(a - b) <= close * (1 + mx.abs(b))
+        if not mx.all(near | mx.logical_not(where)).item():
+            raise ValueError("it is not close to stock's ops")
 
 
 def _compare(arithmetic: Arithmetic, shapes: Shapes) -> None:
