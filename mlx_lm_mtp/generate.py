@@ -35,7 +35,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
 from .carry import Carried
-from .drafters.base import Branch, Drafter, Proposal, gives
+from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
@@ -203,10 +203,12 @@ class _Loop:
         self.regime = regime
         self.sampler = sampler
         self.processors = processors
+        # What is chosen greedily stays so, whatever the caller draws or seeds.
         self.goes_ahead = (
             sampler is greedy_sampler
             and not processors
             and not options.rescue
+            and options.paths == 1
             and options.depth == "fixed"  # else drafting waits, and the caller would
             and "rewind" in gives(drafter)
         )
@@ -319,8 +321,8 @@ class _Loop:
                     more = self._goes_on(judge, tokens)
                     token = judge.token(len(tokens) - 1)
                 logprobs = judge.logprobs(len(tokens) - 1)
-                if more and len(tokens) == 1 and self._can_go_ahead(verified):
-                    self._go_ahead(judge, verified, inputs, forward.hidden, budget)
+                if more and len(tokens) == 1 and self.goes_ahead:
+                    self._go_ahead(judge, inputs, forward.hidden, budget)
         finally:
             row = judge.row(len(tokens) - 1) if tokens else 0
             self._commit(verified, len(tokens), row)
@@ -335,30 +337,20 @@ class _Loop:
             self.pending = self._chosen(judge, len(tokens) - 1)
         return tokens
 
-    def _can_go_ahead(self, verified: Verified) -> bool:
-        """Whether what is chosen stays so, whatever the caller does, or can be undone.
-
-        Greedy choices draw no numbers that the caller could draw or seed; a KV cache
-        that was quantised cannot go back.
-        """
-        return self.goes_ahead and verified.retractable and self.quantize[2] is None
-
     def _go_ahead(
-        self,
-        judge: Judge,
-        verified: Verified,
-        inputs: mx.array,
-        hidden: mx.array | None,
-        budget: int,
+        self, judge: Judge, inputs: mx.array, hidden: mx.array | None, budget: int
     ) -> None:
-        """Commit what will be yielded, and let the device draft what follows it."""
+        """Let the device draft what follows the inputs that will be kept.
+
+        The target's caches are committed once these are yielded; until then they count
+        rejected drafts, too, and so may leave the next round fewer drafts.
+        """
         kept = 2
         while judge.accepts(kept - 1):
             kept += 1
         ends = not self.eos_token_ids.isdisjoint(judge.choices()[: kept - 1])
         if ends or kept == budget:
             return
-        self._commit(verified, kept, 0)
         self._keep(inputs, hidden, kept, 0)
         self._observe()
         with mx.stream(self.stream):
@@ -479,7 +471,8 @@ class _Loop:
         """Show the drafter the rest, and carry what it has seen to the next call."""
         self._observe()
         if self.ahead is not None:
-            self.drafter.rewind(self.ahead.kept - self.ahead.yielded)  # type: ignore[attr-defined]
+            assert isinstance(self.drafter, Rewinding)
+            self.drafter.rewind(self.ahead.kept - self.ahead.yielded)
         with mx.stream(self.stream), self.timed("finalise"):
             self.carried.end()
 

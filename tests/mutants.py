@@ -140,18 +140,6 @@ drafter_not_rewound = replaced(MTPDrafter, "rewind", lambda _: lambda self, n: N
 drafter_keeps_rejected_entries = replaced(MTPDrafter, "begin", _begin_untrimmable)
 drafter_loses_the_last_pair = replaced(MTPDrafter, "observe", _observe_losing_last)
 
-
-def _keep_once(stock: Any) -> Any:
-    def keep(self: Any, n: int) -> None:
-        if "once" not in vars(self):
-            self.once = True
-            stock(self, n)
-
-    return keep
-
-
-committed_ahead_for_good = replaced(verified.Captured, "_keep", _keep_once)
-
 # --- acceptance -----------------------------------------------------------------------
 
 

@@ -317,7 +317,7 @@ TABLE = (
     ("drafter_loses_the_last_pair", "drafter", "drafter"),
     ("drafter_rewound_one_token_short", "broken_off", "drafter"),
     ("drafter_not_rewound", "broken_off", "drafter"),
-    ("committed_ahead_for_good", "broken_off", "caches"),
+    ("one_input_too_many_kept", "broken_off", "caches"),
     ("wrong_drafts_accepted", "greedy", "tokens"),
     ("wrong_drafts_accepted", "sampled", "tokens"),
     ("wrong_drafts_accepted_one_by_one", "processed", "tokens"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..drafters.base import Drafter, Proposal, gives
+from ..drafters.base import Drafter, Proposal, Rewinding, gives
 
 
 class OracleDrafter:
@@ -85,5 +85,5 @@ class OracleDrafter:
     def rewind(self, tokens: int) -> None:
         """Go back by so many kept tokens."""
         self._seen -= tokens
-        if self._cost is not None:
-            self._cost.rewind(tokens)  # type: ignore[attr-defined]
+        if isinstance(self._cost, Rewinding):
+            self._cost.rewind(tokens)

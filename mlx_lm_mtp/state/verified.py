@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_lm.models.cache import ChunkedKVCache
-
 from ..errors import CommitError
 from . import capture, commit
-from .commit import flat
 from .limits import rings
 from .snapshot import Snapshot, restore, snapshot
 
@@ -20,12 +17,7 @@ class Verified:
     This base keeps everything: it is what a single input in caches that cannot go back
     gets. (Stock, too, has fed one token more than it has yielded when its sampler
     raises.)
-
-    Attributes:
-        retractable: Whether fewer inputs can be kept after a commit has kept some.
     """
-
-    retractable = False
 
     def __init__(self, caches: Sequence[Any], width: int) -> None:
         self.caches = caches
@@ -52,8 +44,6 @@ class Captured(Verified):
     ) -> None:
         super().__init__(caches, width)
         self._records = records
-        # The front of a chunked cache is cut off for good.
-        self.retractable = not any(isinstance(c, ChunkedKVCache) for c in flat(caches))
 
     def _keep(self, n: int) -> None:
         commit.keep(self.caches, self._records, self.kept, n)
