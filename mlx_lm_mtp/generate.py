@@ -35,7 +35,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
 from .carry import Carried
-from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives
+from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
@@ -140,7 +140,7 @@ def draft_generate_step(
     loop = _Loop(
         Target(
             model,
-            options.hidden if drafter.needs_hidden else None,
+            hidden_for(drafter, options.hidden),
             Recurrence(options.capture, options.recurrence, stats.note),
         ),
         drafter,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike
 from typing import Any
 
 from .errors import InvalidOption
@@ -22,6 +23,10 @@ def _number(
 ) -> Any:
     """An integer or a float, whichever the default is."""
     return field(default=default, metadata={"least": least, "most": most, "help": help})
+
+
+def _text(help: str) -> Any:
+    return field(default="", metadata={"text": True, "help": help})
 
 
 def _switch(help: str) -> Any:
@@ -63,8 +68,11 @@ class DraftOptions:
         recurrence: What computes gated-delta layers: ``stock`` is what stock runs;
             ``kernel`` and ``auto`` are a fused kernel on CUDA, where stock loops over
             ops, and stock elsewhere.
+        head: Where the MTP head is: a folder, a file, or a repository on the hub; by
+            default with the model.
         hidden: Which hidden states the drafter is given, those after the
-            target's final norm (``post_norm``) or before it (``pre_norm``).
+            target's final norm (``post_norm``) or before it (``pre_norm``); ``auto``
+            leaves it to the drafter.
         prefill_step_size: Prompt tokens in one forward; 0 leaves it to the argument
             of that name.
 
@@ -94,8 +102,9 @@ class DraftOptions:
     recurrence: str = _choice(
         "auto", "kernel", "stock", help="what computes gated-delta layers on CUDA"
     )
+    head: str = _text("folder, file or repository of the MTP head")
     hidden: str = _choice(
-        "post_norm", "pre_norm", help="hidden states that the drafter is given"
+        "auto", "post_norm", "pre_norm", help="hidden states that the drafter is given"
     )
     prefill_step_size: int = _number(0, 0, help="prompt tokens a forward, 0: as given")
 
@@ -132,6 +141,7 @@ class DraftOptions:
             "branches": self.paths > 1 or self.rescue > 0,
             "candidates": self.probe > 0,
             "readout": self.draft_head_bits > 0 or self.shortlist > 0,
+            "head": bool(self.head),
         }
         return frozenset(name for name, wanted in needed.items() if wanted)
 
@@ -192,6 +202,8 @@ def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise InvalidOption(
             f"draft option {name} is {value!r}; choose one of: {choices}."
         )
+    if "text" in metadata and not isinstance(value, str | PathLike):
+        raise InvalidOption(f"draft option {name} is {value!r}; give a path or a name.")
     if "switch" in metadata and not isinstance(value, bool):
         raise InvalidOption(f"draft option {name} is {value!r}; give True or False.")
     if "least" in metadata:
@@ -212,7 +224,7 @@ def _check_number(name: str, value: Any, least: float, most: float | None) -> No
 
 def _value(text: str, option: Any) -> Any:
     """The text of a command line as the option's kind of value, if it is one."""
-    if "choices" in option.metadata:
+    if "choices" in option.metadata or "text" in option.metadata:
         return text
     if "switch" in option.metadata:
         return _SWITCH.get(text.lower(), text)
@@ -225,6 +237,8 @@ def _value(text: str, option: Any) -> Any:
 def _values(option: Any) -> str:
     if "choices" in option.metadata:
         return "|".join(option.metadata["choices"])
+    if "text" in option.metadata:
+        return "PATH"
     return "true|false" if "switch" in option.metadata else "N"
 
 

@@ -87,7 +87,7 @@ def main(stock: Callable[[], None]) -> Callable[[], None]:
 
 def _reason(error: Exception) -> str | None:
     """Why stock could not load the model, if a head or a damaged file is the cause."""
-    from .heads.weights import check_readable
+    from .heads.shards import check_readable
 
     model = _arguments.get().model
     if "_mtp not supported" in str(error):

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from .anatomy import final_norm, text_model
 from .errors import DrafterError
 from .origin import ByModel
 from .state.capture import see_through
@@ -25,7 +26,6 @@ from .wrapping import wrap
 
 _latent: ByModel[frozenset[type[nn.Module]]] = ByModel()
 ONE_ROW = "MLX quantises activations on the CPU for one row only"
-_NORMS = ("norm", "final_layernorm", "norm_f", "ln_f", "out_norm")
 
 
 @dataclass
@@ -121,21 +121,11 @@ def _noting(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return call
 
 
-def text_model(model: nn.Module) -> Any:
-    """The module that owns the embedding, the layers and the final norm.
-
-    Multimodal wrappers keep it behind `language_model`.
-    """
-    outer = getattr(model, "language_model", model)
-    return getattr(outer, "model", outer)
-
-
 def _final_norm(model: nn.Module) -> nn.Module:
-    inner = text_model(model)
-    for name in _NORMS:
-        if isinstance(norm := getattr(inner, name, None), nn.Module):
-            return norm
-    raise DrafterError(
-        f"no final norm was found in {type(inner).__module__}, so its hidden states "
-        "cannot be given to this drafter; use one that needs none."
-    )
+    norm = final_norm(model)
+    if norm is None:
+        raise DrafterError(
+            f"no final norm was found in {type(text_model(model)).__module__}, so its "
+            "hidden states cannot be given to this drafter; use one that needs none."
+        )
+    return norm

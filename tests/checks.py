@@ -24,7 +24,7 @@ import mlx_lm_mtp
 from mlx_lm_mtp import draft_generate_step
 from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
-from mlx_lm_mtp.heads.qwen import MTPHead
+from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target

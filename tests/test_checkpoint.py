@@ -229,8 +229,9 @@ def test_the_head_does_not_drift_over_500_tokens(loaded: Any) -> None:
 
 
 def test_raw_norms_are_told_by_the_trunk(loaded: Any) -> None:
-    from mlx_lm_mtp.heads.weights import find_head
+    from mlx_lm_mtp.heads.families.qwen import QWEN
+    from mlx_lm_mtp.heads.find import find_head
 
-    weights = find_head(MODEL)
-    assert weights.raw_norms and "conv1d" in weights.evidence
+    weights = find_head(MODEL, QWEN, None)
+    assert weights.norms.raw and "conv1d" in weights.norms.evidence
     assert len(weights.tensors) == 15

@@ -23,10 +23,11 @@ from oracle import random_state, same_bits
 from tiny import HYBRIDS, VOCAB, WITH_HEAD, Spec, text_args
 
 from mlx_lm_mtp import load_head
+from mlx_lm_mtp.anatomy import text_model
 from mlx_lm_mtp.errors import HeadMismatch, HeadNotFound
 from mlx_lm_mtp.heads import head_of
-from mlx_lm_mtp.heads.qwen import MODULES, MTPHead
-from mlx_lm_mtp.target import text_model
+from mlx_lm_mtp.heads.families import MODELS
+from mlx_lm_mtp.heads.head import MTPHead
 
 Tensors = dict[str, mx.array]
 
@@ -414,7 +415,7 @@ def test_models_of_other_families_have_no_head(tmp_path: Path, family: str) -> N
         load_head(Spec(family).build(), tmp_path)
     message = str(error.value)
     assert repr(family) in message
-    assert ", ".join(MODULES) in message
+    assert ", ".join(MODELS) in message
 
 
 # --- when it is built -------------------------------------------------------------

@@ -24,7 +24,7 @@ from mlx_lm_mtp import draft_generate_step
 from mlx_lm_mtp.drafters import mtp
 from mlx_lm_mtp.drafters.base import Drafter, Proposal
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
-from mlx_lm_mtp.heads.qwen import MTPHead
+from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
 
 SPECS = {

@@ -27,7 +27,7 @@ from mlx_lm_mtp.drafters import mtp
 from mlx_lm_mtp.drafters.base import DraftContext
 from mlx_lm_mtp.errors import InvalidOption
 from mlx_lm_mtp.heads import readout
-from mlx_lm_mtp.heads.qwen import MTPHead
+from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.heads.readout import CheapReadout, by_frequency
 from mlx_lm_mtp.propose import check_gives
 
@@ -265,7 +265,7 @@ def test_on_the_bundled_checkpoint(
 def test_the_registered_drafter_does_as_the_options_say() -> None:
     model = trunk(Spec())
     head = checks.head_for(model)
-    mtp_head, mtp.head_of = mtp.head_of, lambda model: head
+    mtp_head, mtp.head_of = mtp.head_of, lambda model, source: head
     try:
         for options in ({}, {"draft_head_bits": 4}, {"shortlist": 9}):
             made = mtp._build(DraftContext(model, None, DraftOptions(**options)))

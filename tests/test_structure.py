@@ -15,16 +15,35 @@ import mlx_lm_mtp
 
 ROOT = Path(mlx_lm_mtp.__file__).parent
 
+FAMILIES = ("qwen", "deepseek", "mimo", "ernie", "exaone", "nemotron")
 # A module imports only from those above it. What a line has in common is a layer.
 LAYERS = [
-    {"_version", "errors", "random_state", "wrapping", "choices", "purity", "regime"},
+    {
+        "_version",
+        "errors",
+        "random_state",
+        "wrapping",
+        "choices",
+        "purity",
+        "regime",
+        "anatomy",
+    },
     {"options", "stats", "origin", "profile", "coupling", "history"},
     {"state.kernels"},
     {"state.arithmetics"},
     {"state.self_check"},
     {"state.recurrence"},
     {"state.snapshot", "state.capture", "state.rowwise"},
-    {"state.commit", "drafters.base", "heads.weights", "heads.qwen"},
+    {
+        "state.commit",
+        "drafters.base",
+        "heads.shards",
+        "heads.family",
+        "heads.quantized",
+    },
+    {f"heads.families.{name}" for name in FAMILIES} | {"heads.norms"},
+    {"heads.families", "heads.find"},
+    {"heads.head", "heads.hub"},
     {
         "state.tree",
         "heads.readout",

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from scripted import Scripted
 
 from mlx_lm_mtp import MTPDrafter, draft_generate_step
-from mlx_lm_mtp.heads.qwen import MTPHead
+from mlx_lm_mtp.heads.head import MTPHead
 
 PROMPT = [3, 1, 4, 1, 5]
 built = functools.lru_cache(None)(tiny.Spec.build)

@@ -245,7 +245,7 @@ def head_tensors(model: nn.Module, seed: int = 1) -> dict[str, mx.array]:
     """Random tensors of a head that fits, named as `MTPHead` has them."""
     from mlx.utils import tree_flatten
 
-    from mlx_lm_mtp.heads.qwen import MTPHead
+    from mlx_lm_mtp.heads.head import MTPHead
 
     mx.random.seed(seed)
     head = MTPHead(model)

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, hidden_for
 from ..state.capture import Recording
 from ..state.recurrence import Recurrence
 from ..state.snapshot import restore, snapshot
@@ -102,11 +102,11 @@ def draft_seconds(
         model: The target, which gives the hidden states.
         drafter: What drafts; it starts anew.
         k: How many.
-        hidden: ``post_norm`` or ``pre_norm``.
+        hidden: As the draft option of that name.
         context: What the drafter has seen.
         token: The pending token.
     """
-    target = Target(model, hidden if drafter.needs_hidden else None)
+    target = Target(model, hidden_for(drafter, hidden))
     caches, taken, last = make_prompt_cache(model), [], None
     drafter.begin()
     with mx.stream(generation_stream):

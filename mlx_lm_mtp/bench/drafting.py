@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .. import plugins
 from ..drafters.base import DraftContext, Drafter
 from ..drafters.mtp import MTPDrafter
-from ..heads.qwen import MTPHead
+from ..heads.head import MTPHead
 from ..options import DraftOptions
 from ..origin import path_of
 from .oracle import OracleDrafter

@@ -45,6 +45,7 @@ class OracleDrafter:
     ) -> None:
         others = frozenset({"rewind"}) if cost is None else gives(cost)
         self.gives = others & {"rewind"}
+        self.hidden = getattr(cost, "hidden", "post_norm")
         self.needs_hidden = cost is not None and cost.needs_hidden
         draw = random.Random(seed)
         self._says = [

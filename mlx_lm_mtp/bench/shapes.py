@@ -22,9 +22,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .. import random_state
-from ..heads import check_family
-from ..heads.qwen import MTPHead
-from ..target import text_model
+from ..anatomy import final_norm
+from ..heads.head import MTPHead
 
 GROUP_SIZE = 64
 _AT_ONCE = 2**24  # numbers drawn at once
@@ -121,8 +120,7 @@ def random_head(model: nn.Module) -> MTPHead:
     Raises:
         HeadNotFound: If models of this type have no head that is known.
     """
-    check_family(model)
-    dtype = text_model(model).norm.weight.dtype
+    dtype = final_norm(model).weight.dtype
     bits = next(
         (m.bits for m in model.modules() if isinstance(m, nn.QuantizedLinear)), None
     )

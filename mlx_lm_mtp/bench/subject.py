@@ -12,7 +12,7 @@ import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InvalidOption
-from ..heads.qwen import MTPHead
+from ..heads.head import MTPHead
 from . import shapes
 
 RANDOM_PROMPTS = 3

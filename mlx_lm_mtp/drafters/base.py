@@ -152,6 +152,8 @@ class Drafter(Protocol):
     Attributes:
         name: Shown in statistics.
         needs_hidden: Whether `prefill` and `observe` are to be given hidden states.
+        hidden: Optional, which hidden states it wants if the caller does not say,
+            ``post_norm`` (the default) or ``pre_norm``.
         gives: Optional, see :func:`gives`. What the drafter gives beyond a chain of
             tokens, out of `OFFERS`. Its `draft` then has a third parameter,
             ``wanted: Wanted``, whose default is `CHAIN`.
@@ -220,9 +222,22 @@ OFFERS = frozenset(
         "caches",
         "logprobs",
         "rewind",
+        "head",  # is an MTP head, which may lie elsewhere
         "readout",  # reads its drafts from an lm_head, as `DraftOptions` say
     }
 )
+
+
+def hidden_for(drafter: Drafter, wanted: str) -> str | None:
+    """The hidden states that a drafter is given; None if it needs none.
+
+    Args:
+        drafter: Which, with an attribute `hidden` if it has a preference.
+        wanted: The draft option of that name.
+    """
+    if not drafter.needs_hidden:
+        return None
+    return getattr(drafter, "hidden", "post_norm") if wanted == "auto" else wanted
 
 
 def gives(drafter: Drafter) -> frozenset[str]:

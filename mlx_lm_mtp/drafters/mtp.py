@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ..heads import head_of
-from ..heads.qwen import MTPHead
+from ..heads.head import MTPHead
 from ..heads.readout import CheapReadout, Readout
 from ..hookspecs import hookimpl
 from ..state.snapshot import restore, snapshot
@@ -61,13 +61,14 @@ class MTPDrafter:
 
     def __init__(self, head: MTPHead, readout: Readout | None = None) -> None:
         self.head = head
+        self.hidden = head.family.hidden
         self.readout = readout or Readout(head)
         self.begin()
 
     def begin(self) -> None:
         """Start with an empty cache."""
         self.readout.begin()
-        self.cache = KVCache()
+        self.cache = self.head.new_cache()
         # Pairs not fed yet: `_hidden` may be one longer than `_tokens`, since the
         # last hidden state waits for the token that follows.
         self._tokens: mx.array | None = None
@@ -188,12 +189,11 @@ class MTPDrafter:
         """Whether these may be what `suspend` gave, and not another drafter's."""
         if [type(cache) for cache in caches] != [KVCache, KVCache]:
             return False
-        attention = self.head.layers[0].self_attn
-        size = self.head.pre_fc_norm_hidden.weight.size
-        shapes = [(attention.num_key_value_heads, attention.head_dim), (1, size)]
+        shapes = [*self.head.cache_shape, (1, self.head.size)]
+        arrays = [caches[0].keys, caches[0].values, caches[1].keys]
         return caches[1].offset <= 1 and all(
-            cache.keys is None or (cache.keys.shape[1], cache.keys.shape[3]) == shape
-            for cache, shape in zip(caches, shapes, strict=True)
+            array is None or (array.shape[1], array.shape[3]) == shape
+            for array, shape in zip(arrays, shapes, strict=True)
         )
 
     def suspend(self) -> list[Any]:
@@ -232,7 +232,8 @@ def _drafted(chain: Sequence[Depth]) -> mx.array:
 
 
 def _build(context: DraftContext) -> MTPDrafter:
-    head, options = head_of(context.model), context.options
+    options = context.options
+    head = head_of(context.model, options.head)
     if not (options.draft_head_bits or options.shortlist):
         return MTPDrafter(head)
     cheap = (options.draft_head_bits, options.shortlist, context.tokenizer)

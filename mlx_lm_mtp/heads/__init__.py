@@ -1,98 +1,140 @@
-"""MTP heads: where a model's head is, and the head itself, built at first use."""
+"""MTP heads: found, read, built, and kept beside the model that they belong to."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
-from .. import origin, random_state
+from .. import anatomy, origin, random_state
 from ..errors import HeadMismatch, HeadNotFound, HeadUnreadable
-from .qwen import MODULES, MTPHead, renamed
-from .weights import HeadWeights, find_head
+from . import hub, quantized, shards
+from .families import family_of
+from .find import HeadWeights, find_head, head_files
+from .head import MTPHead
 
 _USE = "Use the head of the checkpoint that the model was made from."
 
-_heads: origin.ByModel[MTPHead] = origin.ByModel()
+
+@dataclass(frozen=True)
+class Loaded:
+    """A head that was built, and what is known of where it came from.
+
+    Args:
+        head: The head.
+        place: The folder or file.
+        weights: As it was found.
+    """
+
+    head: MTPHead
+    place: Path
+    weights: HeadWeights
 
 
-def head_of(model: nn.Module) -> MTPHead:
-    """The model's head, from the directory that the model was loaded from.
+_loaded: origin.ByModel[Loaded] = origin.ByModel()
+
+
+def head_of(model: nn.Module, source: str | Path | None = None) -> MTPHead:
+    """The model's head.
+
+    Args:
+        model: The target.
+        source: Where its head is, a path or a repository; by default the place that
+            the model was loaded from, or the one that :func:`load_head` was given.
 
     Raises:
-        HeadNotFound: If the directory is not known or holds no head.
+        HeadNotFound: If the place is not known or holds no head.
         HeadMismatch: If the head does not fit the model.
         HeadUnreadable: If a weight file is damaged.
     """
-    head = _heads.get(model)
-    if head is not None:
-        head.follow(model)
-        return head
-    path = origin.path_of(model)
-    if path is None:
+    loaded = _loaded.get(model)
+    if loaded is not None and source in (None, "", str(loaded.place)):
+        loaded.head.follow(model)
+        return loaded.head
+    place = source or origin.path_of(model)
+    if not place:
         raise HeadNotFound(
             "it is not known where this model was loaded from, so its MTP head cannot "
             "be found; load it with mlx_lm.load after mlx_lm_mtp.install(), or call "
             "mlx_lm_mtp.load_head(model, path)."
         )
-    return load_head(model, path)
+    return load_head(model, place)
 
 
 def load_head(model: nn.Module, path: str | Path) -> MTPHead:
-    """Build a head from a checkpoint directory and make it the model's head.
+    """Build a head and make it the model's.
 
     Args:
-        model: The target, a stock Qwen3-Next or Qwen3.5 model.
-        path: The directory with the head's tensors.
+        model: The target, a stock model of a family whose heads are known.
+        path: What holds the head: a checkpoint's folder, a head's own, one file, or a
+            repository on the hub, of which only the files with the head are fetched.
 
     Raises:
         HeadNotFound, HeadMismatch, HeadUnreadable: See :func:`head_of`.
     """
-    check_family(model)
-    weights = find_head(Path(path))
+    family, trunk = family_of(model), anatomy.language_model(model)
+    place = hub.local(path, lambda names: head_files(names, family, trunk.args))
+    weights = find_head(place, family, trunk.args)
+    if weights.passed_over:
+        warnings.warn(
+            f"{place} has {1 + len(weights.passed_over)} MTP heads: that in "
+            f"{weights.source} is used, that in {', '.join(weights.passed_over)} is "
+            "not, since a sidecar is put beside a model on purpose.",
+            stacklevel=2,
+        )
     try:
-        head = _built(model, weights)
-    except ValueError as error:
+        head = _built(model, weights, _config(model, place))
+    except (ValueError, TypeError) as error:
         if isinstance(error, HeadMismatch):
-            raise
-        raise HeadMismatch(
-            f"the MTP head in {weights.source} does not fit this model: {error} {_USE}"
-        ) from error
-    _load(head, weights.source)
-    _heads[model] = head
+            raise HeadMismatch(f"{_in(weights)}: {error} {_USE}") from error
+        raise HeadMismatch(f"{_in(weights)} does not fit: {error}. {_USE}") from error
+    _evaluate(head, weights.source)
+    _loaded[model] = Loaded(head, place, weights)
     return head
 
 
-def check_family(model: nn.Module) -> None:
-    """See that heads of such models are known.
-
-    Raises:
-        HeadNotFound: If they are not.
-    """
-    family = type(model).__module__.rpartition(".")[2]
-    if family not in MODULES:
-        raise HeadNotFound(
-            f"no MTP head is known for models of type {family!r}; known are: "
-            f"{', '.join(MODULES)}. Use another drafter, or plain decoding."
-        )
+def loaded_of(model: nn.Module) -> Loaded | None:
+    """What is known of the model's head, if one was loaded."""
+    return _loaded.get(model)
 
 
-def _built(model: nn.Module, weights: HeadWeights) -> MTPHead:
-    tensors = renamed(weights.shifted())
-    own = frozenset(n for n in ("embed_tokens", "lm_head") if f"{n}.weight" in tensors)
+def _config(model: nn.Module, place: Path) -> dict[str, Any]:
+    """The configuration beside the head, or else the model's."""
+    folder = place if place.is_dir() else place.parent
+    found = shards.config(folder)
+    path = origin.path_of(model)
+    if path is not None and not _text(found):
+        found = shards.config(path)
+    return _text(found)
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _in(weights: HeadWeights) -> str:
+    return f"the MTP head in {weights.source}"
+
+
+def _built(model: nn.Module, weights: HeadWeights, config: dict[str, Any]) -> MTPHead:
+    family, trunk = family_of(model), anatomy.language_model(model)
+    tensors = family.sanitize(trunk, quantized.plain(weights.shifted()))
     with random_state.untouched():
-        head = MTPHead(model, own)
-    _quantize(head, tensors)
-    _check_fit(head, tensors, weights.source)
+        head = MTPHead(model, frozenset(tensors), config)
+    quantized.quantize(head, tensors, weights.declared)
+    _check_fit(head, tensors)
     head.load_weights(list(tensors.items()))
     head.eval()
     return head
 
 
-def _load(head: MTPHead, source: str) -> None:
+def _evaluate(head: MTPHead, source: str) -> None:
     try:
         mx.eval(head.parameters())
     except RuntimeError as error:
@@ -101,22 +143,18 @@ def _load(head: MTPHead, source: str) -> None:
         ) from error
 
 
-def _quantize(head: MTPHead, tensors: dict[str, mx.array]) -> None:
-    def params(path: str, module: nn.Module) -> bool | dict:
-        if not hasattr(module, "to_quantized") or f"{path}.scales" not in tensors:
-            return False
-        return infer_quant_config(path, module, tensors)
-
-    nn.quantize(head, class_predicate=params)
-
-
-def _check_fit(head: MTPHead, tensors: dict[str, mx.array], source: str) -> None:
-    wanted = {k: v.shape for k, v in tree_flatten(head.parameters())}
-    given = {k: v.shape for k, v in tensors.items()}
-    for name in sorted(wanted.keys() | given.keys()):
-        if wanted.get(name) != given.get(name):
+def _check_fit(head: MTPHead, tensors: Mapping[str, mx.array]) -> None:
+    wanted = dict(tree_flatten(head.parameters()))
+    for name in sorted(wanted.keys() | tensors.keys()):
+        shape = tensors[name].shape if name in tensors else "missing"
+        needed = wanted[name].shape if name in wanted else "no such tensor"
+        if shape != needed:
             raise HeadMismatch(
-                f"the MTP head in {source} does not fit this model: {name} is "
-                f"{given.get(name, 'missing')}, the model needs "
-                f"{wanted.get(name, 'no such tensor')}. {_USE}"
+                f"does not fit this model: {name} is {shape}, the model needs {needed}."
+            )
+        floats = mx.issubdtype(wanted[name].dtype, mx.floating)
+        if floats != mx.issubdtype(tensors[name].dtype, mx.floating):
+            raise HeadMismatch(
+                f"does not fit this model: {name} is of {tensors[name].dtype}, the "
+                f"model needs {wanted[name].dtype}."
             )

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import InvalidOption
 from ..origin import ByModel
-from .qwen import MTPHead
+from .head import MTPHead
 
 _GROUP_SIZES = (64, 32)
 
@@ -88,7 +88,7 @@ class CheapReadout(Readout):
         """`(1, T, V)`; -inf for tokens that are not on the list."""
         if self._seen:
             self._gather()
-        found = self._copy(hidden)
+        found = self._copy(self._head.readable(hidden))
         if self._copy.ids is None:
             return found
         shape = (*hidden.shape[:2], self._vocabulary)
