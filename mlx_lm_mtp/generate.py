@@ -36,6 +36,7 @@ from . import tree
 from .accept import AtOnce, Judge, OneByOne
 from .carry import Carried
 from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
+from .futile import FutileWatch
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
@@ -201,6 +202,7 @@ class _Loop:
         self.on_tokens = on_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime = regime
+        self.watch = FutileWatch(drafter)
         self.sampler = sampler
         self.processors = processors
         # What is chosen greedily stays so, whatever the caller draws or seeds.
@@ -452,6 +454,7 @@ class _Loop:
             self.stats.count_rescue(source.position, drafted, accepted)
             return
         self.stats.count(drafted, accepted, self.regime.now)
+        self.watch.count(drafted, accepted)
         if drafted and self.noise.unguided:
             self.stats.count_unguided(self.noise.unguided)
         if source.candidates is not None:

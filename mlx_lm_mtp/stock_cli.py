@@ -33,8 +33,22 @@ def requested() -> dict[str, Any]:
         return {}
     return {
         "draft": args.draft,
-        "draft_options": DraftOptions.parse(args.draft_option),
+        "draft_options": _options(args),
     }
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The draft options of a command line; `--mtp-head` is one of them."""
+    options = DraftOptions.parse(args.draft_option)
+    if args.mtp_head is None:
+        return options
+    if args.draft != "mtp":
+        raise InvalidOption(
+            f"--mtp-head {args.mtp_head} is of no use without --mtp; add it."
+        )
+    if not args.mtp_head:
+        raise InvalidOption("--mtp-head is empty; name a folder, file or repository.")
+    return options | {"head": args.mtp_head}
 
 
 def report(stats: DraftStats) -> None:
@@ -120,6 +134,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Draft with another drafter (`mlx_lm_mtp plugins` lists them).",
     )
     group.add_argument(
+        "--mtp-head",
+        metavar="PATH_OR_REPO",
+        help="Where the MTP head is, if not with the model: a folder, a file, or a "
+        "repository, of which only the files with the head are fetched.",
+    )
+    group.add_argument(
         "--draft-option",
         metavar="NAME=VALUE",
         action="append",
@@ -155,6 +175,7 @@ def _noting(
 
 
 def _check(args: argparse.Namespace) -> None:
+    options = _options(args)
     if args.draft is None:
         if args.draft_option:
             raise InvalidOption("--draft-option is of no use without --mtp or --draft.")
@@ -183,4 +204,4 @@ def _check(args: argparse.Namespace) -> None:
         drafters()[args.draft]
     except UnknownDrafter as error:
         raise UnknownDrafter(f"{error} (A draft model is --draft-model.)") from None
-    DraftOptions.of(DraftOptions.parse(args.draft_option), args.num_draft_tokens)
+    DraftOptions.of(options, args.num_draft_tokens)

@@ -27,6 +27,7 @@ LAYERS = [
         "purity",
         "regime",
         "anatomy",
+        "futile",
     },
     {"options", "stats", "origin", "profile", "coupling", "history"},
     {"state.kernels"},

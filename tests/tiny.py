@@ -217,7 +217,7 @@ class Spec:
         """The model, with weights that make its recurrent state matter."""
         mx.random.seed(self.seed)
         model = _FAMILIES[self.family](self.tied, self.experts)
-        model.update(tree_map_with_path(_draw, model.parameters()))
+        model.update(tree_map_with_path(drawn, model.parameters()))
         if self.weights == "bf16":
             model.set_dtype(mx.bfloat16)
         if self.weights == "4bit":
@@ -227,7 +227,7 @@ class Spec:
         return model
 
 
-def _draw(path: str, value: mx.array) -> mx.array:
+def drawn(path: str, value: mx.array) -> mx.array:
     """Random weights that give varied tokens; the recurrent path is amplified.
 
     With default weights a recurrent state that is never rolled back shows in one
@@ -249,7 +249,7 @@ def head_tensors(model: nn.Module, seed: int = 1) -> dict[str, mx.array]:
 
     mx.random.seed(seed)
     head = MTPHead(model)
-    tensors = tree_map_with_path(_draw, head.parameters())
+    tensors = tree_map_with_path(drawn, head.parameters())
     return dict(tree_flatten(tensors))
 
 

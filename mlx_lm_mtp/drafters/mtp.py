@@ -65,6 +65,14 @@ class MTPDrafter:
         self.readout = readout or Readout(head)
         self.begin()
 
+    @property
+    def suspicion(self) -> str:
+        """What is probably wrong if none of its drafts is ever accepted."""
+        return (
+            f"the MTP head, {self.head.provenance}, is probably another model's, or "
+            "its norms are written otherwise; run `mlx_lm_mtp doctor` on the model."
+        )
+
     def begin(self) -> None:
         """Start with an empty cache."""
         self.readout.begin()

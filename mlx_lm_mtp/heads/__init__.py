@@ -88,13 +88,16 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
             "not, since a sidecar is put beside a model on purpose.",
             stacklevel=2,
         )
+    config = _config(model, place)
     try:
-        head = _built(model, weights, _config(model, place))
+        head = _built(model, weights, config)
     except (ValueError, TypeError) as error:
-        if isinstance(error, HeadMismatch):
-            raise HeadMismatch(f"{_in(weights)}: {error} {_USE}") from error
-        raise HeadMismatch(f"{_in(weights)} does not fit: {error}. {_USE}") from error
+        raise HeadMismatch(
+            f"the MTP head in {weights.source} does not fit this model: "
+            f"{str(error).rstrip('.')}. {_USE}"
+        ) from error
     _evaluate(head, weights.source)
+    head.provenance = f"in {weights.source}, whose norms are {_written(weights)}"
     _loaded[model] = Loaded(head, place, weights)
     return head
 
@@ -118,8 +121,10 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {})}
 
 
-def _in(weights: HeadWeights) -> str:
-    return f"the MTP head in {weights.source}"
+def _written(weights: HeadWeights) -> str:
+    """How the norms are taken to be written, and by what evidence."""
+    form = "zero-centred" if weights.norms.raw else "as stock multiplies them"
+    return f"{form} ({weights.norms.evidence})"
 
 
 def _built(model: nn.Module, weights: HeadWeights, config: dict[str, Any]) -> MTPHead:
@@ -149,12 +154,10 @@ def _check_fit(head: MTPHead, tensors: Mapping[str, mx.array]) -> None:
         shape = tensors[name].shape if name in tensors else "missing"
         needed = wanted[name].shape if name in wanted else "no such tensor"
         if shape != needed:
-            raise HeadMismatch(
-                f"does not fit this model: {name} is {shape}, the model needs {needed}."
-            )
+            raise HeadMismatch(f"{name} is {shape}, the model needs {needed}.")
         floats = mx.issubdtype(wanted[name].dtype, mx.floating)
         if floats != mx.issubdtype(tensors[name].dtype, mx.floating):
             raise HeadMismatch(
-                f"does not fit this model: {name} is of {tensors[name].dtype}, the "
-                f"model needs {wanted[name].dtype}."
+                f"{name} is of {tensors[name].dtype}, the model needs "
+                f"{wanted[name].dtype}."
             )

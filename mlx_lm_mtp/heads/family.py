@@ -66,7 +66,7 @@ class Family:
         sanitize: Brings the layers' tensors into stock's form: experts stacked, say.
         hidden_first: Whether the projection takes the hidden state before the
             embedding.
-        last_norm: Whether there is a norm behind the layers.
+        last_norm: The norm before the lm_head: the head's ``own``, or the ``trunk``'s.
         hidden: The target's hidden state that the head was trained with, ``post_norm``
             or ``pre_norm``.
         recycles: Which output of the head stands in for it at the next depth.
@@ -81,7 +81,7 @@ class Family:
     layers: Callable[[Plan], list[nn.Module]]
     sanitize: Callable[[Any, Tensors], dict[str, mx.array]] = as_they_are
     hidden_first: bool = False
-    last_norm: bool = True
+    last_norm: str = "own"
     hidden: str = "post_norm"
     recycles: str = "post_norm"
     zero_centred: bool = False

@@ -141,7 +141,7 @@ def _taken(
             holding += [shard] if ours else []
         if not (_BARE_MARK if table == BARE else _MARK) <= tensors.keys():
             continue
-        plain = Encoding(False, f"the norms of {family.models[0]} are plain")
+        plain = Encoding(False, "heads of this family store them so")
         written = encoding(tensors, holding, near)
         declared = {s.metadata.get(QUANTIZED) for s in holding} - {None}
         yield HeadWeights(

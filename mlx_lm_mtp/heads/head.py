@@ -44,6 +44,7 @@ class MTPHead(nn.Module):
     ) -> None:
         super().__init__()
         self.family = family_of(model)
+        self.provenance = "which was built by hand"
         trunk = anatomy.language_model(model)
         plan = Plan(trunk, config or {}, names or frozenset())
         norm = anatomy.final_norm(model)
@@ -52,7 +53,7 @@ class MTPHead(nn.Module):
         self.pre_fc_norm_hidden = nn.RMSNorm(size, eps=norm.eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers = self.family.layers(plan)
-        if self.family.last_norm:
+        if self.family.last_norm == "own":
             self.norm = nn.RMSNorm(size, eps=norm.eps)
         if "embed_tokens.weight" in plan.names:
             self.embed_tokens = nn.Embedding(vocabulary, size)
@@ -70,6 +71,7 @@ class MTPHead(nn.Module):
         # itself is not held, for a head must not keep a discarded model alive.
         embedding, lm_head = anatomy.embedding(model), anatomy.lm_head(model)
         self._embed = embedding.__call__
+        self._norm = anatomy.final_norm(model).__call__
         self._project = lm_head.__call__ if lm_head else embedding.as_linear
 
     def __call__(self, tokens: mx.array, hidden: mx.array, cache: Any) -> mx.array:
@@ -125,7 +127,7 @@ class MTPHead(nn.Module):
         return tuple((a.shape[1], a.shape[3]) for a in (cache.keys, cache.values))
 
     def _normed(self, x: mx.array) -> mx.array:
-        return self.norm(x) if "norm" in self else x
+        return self.norm(x) if "norm" in self else self._norm(x)
 
     def _mask(self, x: mx.array, cache: Any) -> Any:
         if self._window is None:

@@ -12,7 +12,8 @@ from . import deepseek, ernie, exaone, mimo, nemotron, qwen
 FAMILIES: tuple[Family, ...] = (
     qwen.QWEN,
     deepseek.GLM,
-    deepseek.LATENT,
+    deepseek.GLM_LITE,
+    deepseek.DEEPSEEK,
     mimo.MIMO,
     ernie.ERNIE,
     exaone.EXAONE,

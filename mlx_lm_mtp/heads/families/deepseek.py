@@ -1,11 +1,14 @@
-"""DeepSeek-V3, GLM-4.5 and GLM-4.7-Flash: the head is the layer behind the last one.
+"""DeepSeek-V3, GLM-4.5 and GLM-4.7-Flash: the head is the layer behind the last.
 
-The head brings an embedding and an lm_head of its own. At the next depth its layer's
-output stands in for the hidden state, before `shared_head.norm`.
+The head brings an embedding and an lm_head of its own; else it uses the trunk's.
+What stands in for the hidden state at the next depth was disputed: SGLang takes what
+`shared_head.norm` gives, as vLLM has come to do for DeepSeek; vLLM's files for GLM take
+what goes into that norm.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -40,16 +43,18 @@ GLM = Family(
     names=_names,
     layers=_layers,
     sanitize=_sanitize,
-    recycles="pre_norm",
-    source="vLLM, models/glm4_moe_mtp.py",
+    source="vLLM, models/glm4_moe_mtp.py; SGLang, models/glm4_moe_nextn.py",
 )
 
-LATENT = Family(
-    models=("glm4_moe_lite", "deepseek_v3"),
-    names=_names,
-    layers=_layers,
-    sanitize=_sanitize,
-    recycles="pre_norm",
+GLM_LITE = dataclasses.replace(
+    GLM,
+    models=("glm4_moe_lite",),
     array_mask=True,  # latent attention adds it to its scores
-    source="vLLM, models/deepseek_mtp.py and models/glm4_moe_lite_mtp.py",
+    source="vLLM, models/glm4_moe_lite_mtp.py",
+)
+
+DEEPSEEK = dataclasses.replace(
+    GLM_LITE,
+    models=("deepseek_v3",),
+    source="vLLM, models/deepseek_mtp.py",
 )

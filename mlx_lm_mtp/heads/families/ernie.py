@@ -1,13 +1,18 @@
-"""ERNIE 4.5 with experts: a dense layer, and no norm behind it."""
+"""ERNIE 4.5 with experts: a dense layer, then the trunk's own final norm.
+
+So its authors have it; vLLM's file for this head has no norm there, and feeds the
+hidden state behind the trunk's norm instead of before it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from ..family import Family, Plan, Renames
+from ..family import Family, Plan, Renames, Tensors
 
 
 def _names(args: Any) -> Renames:
@@ -24,10 +29,21 @@ def _layers(plan: Plan) -> list[nn.Module]:
     return [plan.layer(dense, 0)]
 
 
+def _sanitize(trunk: Any, tensors: Tensors) -> dict[str, mx.array]:
+    weights = dict(tensors)
+    fc = weights.get("fc.weight")
+    if fc is not None and fc.ndim == 2 and fc.shape[0] == 2 * fc.shape[1]:
+        weights["fc.weight"] = fc.T  # so it lies in the largest of the repositories
+    return weights
+
+
 ERNIE = Family(
     models=("ernie4_5_moe",),
     names=_names,
     layers=_layers,
-    last_norm=False,
-    source="vLLM, models/ernie_mtp.py",
+    sanitize=_sanitize,
+    last_norm="trunk",
+    hidden="pre_norm",
+    recycles="pre_norm",
+    source="PaddleFormers, ernie4_5_moe/modeling.py; FastDeploy, ernie4_5_mtp.py",
 )

@@ -1,7 +1,7 @@
 """EXAONE with experts: names as Qwen's, a dense layer, norms as stock multiplies them.
 
-The configuration says in `mtp_layer_types` whether the layer looks back on a window
-only; where it does not, the layer is of the kind of the trunk's first one.
+The configuration says in `mtp_layer_types` and `mtp_sliding_windows` whether the layer
+looks back on a window only; where it does not, it looks back on everything.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def _names(args: Any) -> Renames:
 
 
 def _type(plan: Plan) -> str:
-    types = plan.config.get("mtp_layer_types") or plan.args.layer_types
-    return types[0]
+    return (plan.config.get("mtp_layer_types") or ["full_attention"])[0]
 
 
 def _layers(plan: Plan) -> list[nn.Module]:
@@ -35,7 +34,9 @@ def _layers(plan: Plan) -> list[nn.Module]:
 
 
 def _window(plan: Plan) -> int | None:
-    return plan.args.sliding_window if _type(plan) == _SLIDING else None
+    if _type(plan) != _SLIDING:
+        return None
+    return (plan.config.get("mtp_sliding_windows") or [plan.args.sliding_window])[0]
 
 
 EXAONE = Family(

@@ -50,8 +50,8 @@ def _layers(plan: Plan) -> list[nn.Module]:
     kinds = "".join(_kind(plan, i) for i in range(count)) or "*E"
     if kinds.count("*") != 1 or set(kinds) - set("*E-"):
         raise HeadMismatch(
-            f"the MTP head has layers of the kinds {kinds!r}; known are heads of one "
-            "attention (*) with experts (E) and MLPs (-). Use another drafter."
+            f"its layers are of the kinds {kinds!r}; known are heads of one attention "
+            "(*) with experts (E) and MLPs (-)"
         )
     return [plan.layer(plan.args, kind) for kind in kinds]
 
