@@ -115,6 +115,8 @@ def test_without_mtp_nothing_of_ours_is_said_or_loaded(
         (("--mtp", "--draft-option", "paths=x"), "paths is 'x'; give an integer of"),
         (("--mtp", "--draft-option", "profile=1"), "profile is '1'; give True or"),
         (("--draft-option", "verify=step"), "of no use without --mtp"),
+        (("--mtp-head", "x"), "--mtp-head x is of no use without --mtp; add it."),
+        (("--draft", "mtp", "--mtp-head", ""), "--mtp-head is empty; name a folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -154,6 +156,31 @@ def test_a_damaged_weight_file(run: Any, tmp_path: Path, keep: float) -> None:
     code, *_ = run("--model", written.path, "--prompt", "x", "--mtp")
     assert isinstance(code, str) and code.startswith("mlx_lm.generate: error: ")
     assert "\n" not in code and file.name in code
+
+
+def test_a_head_from_elsewhere(run: Any, path: Path, tmp_path: Path) -> None:
+    """A model without one, and the head in a file, a folder and a folder of its own."""
+    bare = checkpoints.write(tmp_path / "bare", head=False).path
+    arguments = ("--model", bare, "--prompt", "def f(x):", "--max-tokens", 12)
+    _, stock, _ = run(*arguments)
+    _, with_its_own, _ = run("--model", path, *arguments[2:], "--mtp")
+    for place in (path, path / "model-00002-of-00002.safetensors"):
+        code, ours, _ = run(*arguments, "--mtp", "--mtp-head", place)
+        *same, line = clockless(ours)
+        assert (code, same) == (0, clockless(stock))
+        *_, wanted = clockless(with_its_own)
+        assert line == wanted.replace("k=3", f"k=3, head={place}")
+
+
+def test_a_head_from_a_place_without_one(run: Any, path: Path, tmp_path: Path) -> None:
+    arguments = ("--model", path, "--prompt", "x", "--mtp", "--mtp-head")
+    code, *_ = run(*arguments, tmp_path / "nowhere")
+    assert code.endswith(
+        "nowhere does not exist, so no MTP head is there; name another place."
+    )
+    bare = checkpoints.write(tmp_path, head=False).path
+    code, *_ = run(*arguments, bare)
+    assert code.startswith(f"mlx_lm.generate: error: no MTP head in {bare}")
 
 
 def test_a_head_given_as_the_model(run: Any, tmp_path: Path) -> None:

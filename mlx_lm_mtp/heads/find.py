@@ -83,7 +83,6 @@ def find_head(path: Path, family: Family, args: Any) -> HeadWeights:
         HeadUnreadable: If a weight file is cut short, damaged, or missing.
     """
     tables = _tables(family.names(args))
-    _check_index(path, tables)
     found = list(_candidates(path, tables, family))
     if not found:
         raise HeadNotFound(_nothing(path, family, args))
@@ -113,10 +112,14 @@ def _candidates(
         yield from _taken(file, file, [*tables, BARE], "file", family)
         return
     trunk = [load(file) for file in sorted(path.glob(TRUNK))]
+    sidecars = []
     for pattern in SIDECARS:
         found = [load(file, path) for file in sorted(path.glob(pattern))]
         beside = [*found, *trunk]
-        yield from _taken(found, beside, [*tables, BARE], "sidecar", family)
+        sidecars += _taken(found, beside, [*tables, BARE], "sidecar", family)
+    yield from sidecars
+    if not sidecars:  # which need no shards beside them
+        _check_index(path, tables)
     own = list(_taken(trunk, trunk, tables, "in the shards", family))
     yield from own
     if not own:
