@@ -20,8 +20,6 @@ import wild
 from mlx.utils import tree_flatten, tree_map_with_path
 from tiny import drawn
 
-from mlx_lm_mtp.heads.head import MTPHead
-
 Tensors = dict[str, mx.array]
 
 FAMILIES = tuple(wild.CONFIGS)
@@ -72,9 +70,9 @@ def save(file: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str]) 
     mx.save_safetensors(str(file), dict(tensors), metadata=metadata)
 
 
-def parameters(head: MTPHead) -> Tensors:
-    """What a head computes with, by name."""
-    return dict(tree_flatten(head.parameters()))
+def parameters(module: nn.Module) -> Tensors:
+    """What a head or a trunk computes with, by name."""
+    return dict(tree_flatten(module.parameters()))
 
 
 def raw(tensors: Tensors) -> Tensors:

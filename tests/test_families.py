@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import families
 import mlx.core as mx
+import mlx_lm.utils
 import numpy as np
 import pytest
 import references
 from checks import PROMPT, Steered, generation_differences, right_where
 from families import FAMILIES, trunk
+from oracle import same_bits
 from scripted import Branching
 
 from mlx_lm_mtp import anatomy, load_head
 from mlx_lm_mtp.drafters.base import hidden_for
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import HeadMismatch
+from mlx_lm_mtp.heads import head_of
 from mlx_lm_mtp.heads.families import MODELS, family_of
 from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
@@ -31,7 +35,8 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def loaded(path: Path, family: str, **config: Any) -> MTPHead:
+def loaded(path: Path, family: str) -> MTPHead:
+    path.mkdir(exist_ok=True)
     return load_head(trunk(family), families.write_wild(path, family))
 
 
@@ -219,3 +224,60 @@ def test_what_a_head_has_seen_is_carried(tmp_path: Path, family: str) -> None:
     assert again.resume(caches) == LENGTH
     caches[0].keys = caches[0].keys[:, :, :, :-1]
     assert MTPDrafter(drafter.head).resume(caches) == 0
+
+
+# --- from disk, as users have it --------------------------------------------------
+
+
+def on_disk(path: Path, family: str, beside: str) -> Path:
+    """A converted trunk, and the original head in a file beside it."""
+    tensors = families.parameters(trunk(family))
+    families.save(path / "model-1.safetensors", tensors, {"format": "mlx"})
+    families.save(path / beside, families.wild_head(family), {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(families.config_of(family)))
+    return path
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_model_from_disk_finds_its_head(tmp_path: Path, family: str) -> None:
+    """Stock loads the trunk, sees nothing of the sidecar, and remembers the place."""
+    path = on_disk(tmp_path, family, "mtp.safetensors")
+    model, _ = mlx_lm.utils.load_model(path)
+    assert (
+        differing(families.parameters(model), families.parameters(trunk(family))) == []
+    )
+    ours = families.parameters(head_of(model))
+    assert differing(ours, families.parameters(loaded(tmp_path / "raw", family))) == []
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "glm4_moe_lite", "mimo", "ernie4_5_moe", "exaone_moe"]
+)
+def test_a_head_in_the_shards_is_left_to_us(tmp_path: Path, family: str) -> None:
+    """Where stock drops the head's tensors when it loads the trunk."""
+    model, _ = mlx_lm.utils.load_model(on_disk(tmp_path, family, "model-2.safetensors"))
+    ours = families.parameters(head_of(model))
+    assert differing(ours, families.parameters(loaded(tmp_path / "raw", family))) == []
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_configuration_of_the_text_alone(tmp_path: Path, family: str) -> None:
+    """Text-only conversions have no `text_config`; all is at the top."""
+    path = on_disk(tmp_path, family, "mtp.safetensors")
+    config = families.config_of(family)
+    flat = {**config.pop("text_config"), "model_type": family}
+    (path / "config.json").write_text(json.dumps(flat))
+    model, _ = mlx_lm.utils.load_model(path)
+    ours = families.parameters(head_of(model))
+    assert differing(ours, families.parameters(loaded(tmp_path / "raw", family))) == []
+
+
+def differing(ours: dict[str, mx.array], theirs: dict[str, mx.array]) -> list[str]:
+    names = ours.keys() | theirs.keys()
+    return sorted(
+        n
+        for n in names
+        if n not in ours or n not in theirs or not same_bits(ours[n], theirs[n])
+    )

@@ -580,3 +580,14 @@ def test_a_relative_path_is_remembered_for_good(
     model, _ = mlx_lm.load("model")
     monkeypatch.chdir(os.sep)
     assert isinstance(head_of(model), MTPHead)
+
+
+def test_heads_of_several_places_are_kept_apart(tmp_path: Path) -> None:
+    """One that is asked for by its place does not become the model's own."""
+    written = checkpoints.write(tmp_path / "own")
+    other = checkpoints.write(tmp_path / "other", own=("lm_head",)).path
+    own = load_head(written.model, written.path)
+    elsewhere = head_of(written.model, other)
+    assert elsewhere is not own and "lm_head" in elsewhere
+    assert head_of(written.model) is own
+    assert head_of(written.model, str(other)) is elsewhere

@@ -37,7 +37,9 @@ class Loaded:
     weights: HeadWeights
 
 
-_loaded: origin.ByModel[Loaded] = origin.ByModel()
+# Of each model its heads by the place that was asked for, the last one at the end; the
+# one without a place is the model's own.
+_loaded: origin.ByModel[dict[str, Loaded]] = origin.ByModel()
 
 
 def head_of(model: nn.Module, source: str | Path | None = None) -> MTPHead:
@@ -45,7 +47,7 @@ def head_of(model: nn.Module, source: str | Path | None = None) -> MTPHead:
 
     Args:
         model: The target.
-        source: Where its head is, a path or a repository; by default the place that
+        source: Where a head is, a path or a repository; by default the place that
             the model was loaded from, or the one that :func:`load_head` was given.
 
     Raises:
@@ -53,11 +55,13 @@ def head_of(model: nn.Module, source: str | Path | None = None) -> MTPHead:
         HeadMismatch: If the head does not fit the model.
         HeadUnreadable: If a weight file is damaged.
     """
-    loaded = _loaded.get(model)
-    if loaded is not None and source in (None, "", str(loaded.place)):
+    loaded = (_loaded.get(model) or {}).get(str(source or ""))
+    if loaded is not None:
         loaded.head.follow(model)
         return loaded.head
-    place = source or origin.path_of(model)
+    if source:
+        return _load(model, source, str(source))
+    place = origin.path_of(model)
     if not place:
         raise HeadNotFound(
             "it is not known where this model was loaded from, so its MTP head cannot "
@@ -78,6 +82,11 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
     Raises:
         HeadNotFound, HeadMismatch, HeadUnreadable: See :func:`head_of`.
     """
+    return _load(model, path, "")
+
+
+def _load(model: nn.Module, path: str | Path, asked: str) -> MTPHead:
+    """Build the head at a place, and keep it for whoever asks for it so."""
     family, trunk = family_of(model), anatomy.language_model(model)
     place = hub.local(path, lambda names: head_files(names, family, trunk.args))
     weights = find_head(place, family, trunk.args)
@@ -86,7 +95,7 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
             f"{place} has {1 + len(weights.passed_over)} MTP heads: that in "
             f"{weights.source} is used, that in {', '.join(weights.passed_over)} is "
             "not, since a sidecar is put beside a model on purpose.",
-            stacklevel=2,
+            stacklevel=3,
         )
     config = _config(model, place)
     try:
@@ -98,13 +107,15 @@ def load_head(model: nn.Module, path: str | Path) -> MTPHead:
         ) from error
     _evaluate(head, weights.source)
     head.provenance = f"in {weights.source}, whose norms are {_written(weights)}"
-    _loaded[model] = Loaded(head, place, weights)
+    known = _loaded.get(model) or {}
+    known.pop(asked, None)
+    _loaded[model] = known | {asked: Loaded(head, place, weights)}
     return head
 
 
 def loaded_of(model: nn.Module) -> Loaded | None:
-    """What is known of the model's head, if one was loaded."""
-    return _loaded.get(model)
+    """What is known of the model's head that was loaded last, if one was."""
+    return next(reversed((_loaded.get(model) or {}).values()), None)
 
 
 def _config(model: nn.Module, place: Path) -> dict[str, Any]:
