@@ -1,0 +1,125 @@
+"""`mlx_lm_mtp doctor`: its arguments, and what it says in the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .examine import Plan
+    from .findings import Findings
+
+DESCRIPTION = (
+    "Look at a model's MTP head: where it is, how it is written, how many of its "
+    "drafts are accepted, what a round costs on this machine, and whether it pays. "
+    "Exit code 0: it does; 1: it works, but does not pay; 2: broken. See "
+    "docs/doctor.md."
+)
+_TOKENS = 64
+_MAX_K = 4
+_INTERRUPTED = 130  # as a shell has it for Ctrl-C
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of the subcommand its arguments."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a directory or a repository")
+    add(
+        "--mtp-head",
+        metavar="PATH_OR_REPO",
+        default="",
+        help="where the head is, if not with the model",
+    )
+    add(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="decode this, instead of what is built in; may be repeated",
+    )
+    add(
+        "--tokens",
+        type=_whole(8, 4096),
+        default=_TOKENS,
+        metavar="N",
+        help=f"decoded behind each prompt (default: {_TOKENS})",
+    )
+    add(
+        "--max-k",
+        type=_whole(1, 7),
+        default=_MAX_K,
+        metavar="K",
+        help=f"the most drafts a round (default: {_MAX_K})",
+    )
+    add(
+        "--json", metavar="FILE", help="write all of it as JSON, too; - is the terminal"
+    )
+
+
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Examine a model and say what was found.
+
+    Raises:
+        SystemExit: With the verdict's code; with 130 after an interrupt.
+    """
+    from ..bench.prompts import BUILT_IN
+    from ..install import install
+    from . import report
+    from .examine import Plan
+    from .verdict import judge
+
+    _check_json(parser, args.json)
+    install()
+    texts = args.prompt or [BUILT_IN[0], BUILT_IN[2], BUILT_IN[3]]
+    findings = _examine(Plan(args.model, args.mtp_head, texts, args.tokens, args.max_k))
+    if findings is None:
+        parser.exit(_INTERRUPTED, f"{parser.prog}: interrupted.\n")
+    verdict = judge(findings)
+    text = json.dumps(report.to_dict(findings, verdict), indent=1, default=list)
+    if args.json == "-":
+        print(text)
+    else:
+        print(report.report(findings, verdict))
+    if args.json not in (None, "-"):
+        Path(args.json).write_text(text + "\n")
+    sys.exit(verdict.code)
+
+
+def _examine(plan: Plan) -> Findings | None:
+    """The findings; None after an interrupt."""
+    from tqdm import tqdm
+
+    from .examine import examine
+
+    try:
+        with warnings.catch_warnings():
+            # What they would warn of is what the report is about.
+            warnings.simplefilter("ignore")
+            # Without a terminal there is no bar.
+            steps = tqdm(examine(plan), "doctor", plan.steps, disable=None)
+            return deque(steps, maxlen=1).pop()
+    except KeyboardInterrupt:
+        return None
+
+
+def _check_json(parser: argparse.ArgumentParser, file: str | None) -> None:
+    if file not in (None, "-") and not Path(file).absolute().parent.is_dir():
+        parser.error(
+            f"--json {file} is in a folder that does not exist; make it, or name "
+            "another file."
+        )
+
+
+def _whole(least: int, most: int) -> Any:
+    def whole(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is given; give an integer from {least} to {most}."
+            )
+        return int(text)
+
+    return whole
