@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     Loader = object
 
-TARGETS: "tuple[str, ...]" = ("mlx_lm.utils", "mlx_lm.generate")
+TARGETS: "tuple[str, ...]" = ("mlx_lm.utils", "mlx_lm.convert", "mlx_lm.generate")
 """The stock modules that get patched, in the order in which mlx-lm executes them."""
 
 

@@ -24,28 +24,33 @@ def generate() -> None:
 
 
 def main() -> None:
-    """`mlx_lm_mtp`: what there is to say about this installation."""
+    """`mlx_lm_mtp`: what there is to say about models, heads, and this installation."""
+    from ._version import __version__
+
     parser = argparse.ArgumentParser(
         prog="mlx_lm_mtp", description="Drafting for stock mlx-lm."
     )
-    from ._version import __version__
-
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (module, help) in _COMMANDS.items():
+        _add(commands.add_parser(name, help=help), module)
     plugins = commands.add_parser("plugins", help="list drafters and who brings them")
     plugins.set_defaults(run=_list_plugins)
-    _add_bench(commands.add_parser("bench", help="stock and drafts, side by side"))
     args = parser.parse_args()
     args.run(args)
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from .bench import command
+# Each is a module with a DESCRIPTION, `add_arguments(parser)` and `run(parser, args)`.
+_COMMANDS = {
+    "doctor": (".doctor.command", "what a model's MTP head is, and whether it pays"),
+    "extract": (".extract", "put the MTP head of a checkpoint beside a conversion"),
+    "bench": (".bench.command", "stock and drafts, side by side"),
+}
 
-    parser.description = (
-        "Decode prompts with stock mlx-lm and with drafts, in turn, and compare speeds "
-        "and tokens. See docs/benchmarks.md."
-    )
+
+def _add(parser: argparse.ArgumentParser, module: str) -> None:
+    command = importlib.import_module(module, __package__)
+    parser.description = command.DESCRIPTION
     command.add_arguments(parser)
     parser.set_defaults(run=functools.partial(command.run, parser))
 

@@ -14,13 +14,28 @@ from typing import Any
 
 import _mlx_lm_mtp_boot as boot
 
-from . import origin, stock_api, stock_cli, wrapping
+from . import origin, stock_api, stock_cli, stock_convert, wrapping
 from .errors import UnsupportedVersion
 
 Wrapper = Callable[[Any], Any]
 
+
+def _load_model(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return stock_convert.load_model(origin.remembering(stock))
+
+
 _WRAPPERS: dict[str, dict[str, Wrapper]] = {
-    "mlx_lm.utils": {"load_model": origin.remembering},
+    "mlx_lm.utils": {
+        "DEFAULT_ALLOW_PATTERNS": stock_convert.allow_patterns,
+        "snapshot_download": stock_convert.snapshot_download,
+        "load_model": _load_model,
+        "save": stock_convert.save,
+    },
+    "mlx_lm.convert": {
+        "convert": stock_convert.convert,
+        "configure_parser": stock_convert.configure_parser,
+        "main": stock_convert.main,
+    },
     "mlx_lm.generate": {
         "speculative_generate_step": stock_api.speculative_generate_step,
         "stream_generate": stock_api.stream_generate,

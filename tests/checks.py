@@ -22,7 +22,7 @@ from tiny import Spec, head_tensors
 
 import mlx_lm_mtp
 from mlx_lm_mtp import draft_generate_step
-from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted
+from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted, hidden_for
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
@@ -278,7 +278,8 @@ def drafter_differences(
     made = drafted(model, prompt, max_tokens, ours, options=options).tokens
     fresh = MTPDrafter(head)
     tokens = mx.array([[*prompt, *made]])
-    fresh.prefill(tokens, Target(model, options.hidden)(tokens, _new(model)).hidden)
+    hidden = hidden_for(fresh, options.hidden)
+    fresh.prefill(tokens, Target(model, hidden)(tokens, _new(model)).hidden)
     for drafter in (ours, fresh):
         MTPDrafter.draft(drafter, mx.array([[1]], dtype=mx.uint32), 1)
     return [f"drafter: {d}" for d in oracle.differences([ours.cache], [fresh.cache])]

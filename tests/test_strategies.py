@@ -141,7 +141,7 @@ def test_any_strategy_with_any_drafter(
         {"caches": lambda model: [RotatingKVCache(64, keep=4) for _ in model.layers]},
         {"caches": lambda model: [ChunkedKVCache(64) for _ in model.layers]},
     ],
-    ids=str,
+    ids=["8 bits", "4 bits later", "small ring", "large ring", "chunked"],
 )
 def test_other_caches(how: dict[str, Any], options: dict[str, Any]) -> None:
     found = checks.generation_differences(
@@ -342,7 +342,7 @@ def test_the_head_s_cache_holds_what_was_kept(
     assert checks.result_differences(result, oracle.stock(model, PROMPT, 20)) == []
     fresh = MTPDrafter(head)
     tokens = mx.array([[*PROMPT, *result.tokens]])
-    target = checks.Target(model, options.hidden)
+    target = checks.Target(model, checks.hidden_for(fresh, options.hidden))
     fresh.prefill(tokens, target(tokens, checks.make_prompt_cache(model)).hidden)
     theirs = fresh.suspend()
     assert checks.cache_differences(ours.suspend(), theirs) == []

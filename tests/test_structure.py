@@ -44,7 +44,7 @@ LAYERS = [
     },
     {f"heads.families.{name}" for name in FAMILIES} | {"heads.norms"},
     {"heads.families", "heads.find"},
-    {"heads.head", "heads.hub"},
+    {"heads.head", "heads.hub", "heads.sidecar"},
     {
         "state.tree",
         "heads.readout",
@@ -59,9 +59,10 @@ LAYERS = [
     {"verify", "noise", "drafters.mtp", "plugins"},
     {"propose"},
     {"generate"},
-    {"stock_cli"},
+    {"stock_cli", "stock_convert"},
     {"stock_api"},
     {"install"},
+    {"extract"},
     {"bench.prompts", "bench.oracle", "bench.shapes", "bench.costs"},
     {"bench.subject"},
     {"bench.drafting"},
@@ -69,6 +70,10 @@ LAYERS = [
     {"bench.figures"},
     {"bench.report", "bench.plot"},
     {"bench.command"},
+    {"doctor.findings"},
+    {"doctor.verdict", "doctor.examine"},
+    {"doctor.report"},
+    {"doctor.command"},
     {"cli"},
     {"__main__"},
 ]
@@ -77,6 +82,7 @@ START = {
     "install",
     "stock_api",
     "stock_cli",
+    "stock_convert",
     "origin",
     "errors",
     "options",
@@ -91,7 +97,7 @@ def modules() -> dict[str, Path]:
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
-        if name and name not in ("state", "drafters", "bench"):
+        if name and name not in ("state", "drafters", "bench", "doctor"):
             found[name] = path
     return found
 

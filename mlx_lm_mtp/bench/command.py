@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .measure import Plan
     from .subject import Subject
 
+DESCRIPTION = (
+    "Decode prompts with stock mlx-lm and with drafts, in turn, and compare speeds and "
+    "tokens. See docs/benchmarks.md."
+)
 _INTERRUPTED = 130  # as a shell has it for Ctrl-C
 _PROMPT_TOKENS = 128
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,20 @@ class Loaded:
     Args:
         head: The head.
         place: The folder or file.
-        weights: As it was found.
+        weights: As it was found; its tensors are let go, for the head has its own.
+        tensors: Name, as the head has it -> shape and type in the files.
     """
 
     head: MTPHead
     place: Path
     weights: HeadWeights
+    tensors: dict[str, tuple[tuple[int, ...], mx.Dtype]]
+
+    @classmethod
+    def of(cls, head: MTPHead, place: Path, weights: HeadWeights) -> Loaded:
+        """A head that has just been built."""
+        tensors = {k: (v.shape, v.dtype) for k, v in weights.tensors.items()}
+        return cls(head, place, replace(weights, tensors={}), tensors)
 
 
 # Of each model its heads by the place that was asked for, the last one at the end; the
@@ -109,7 +117,7 @@ def _load(model: nn.Module, path: str | Path, asked: str) -> MTPHead:
     head.provenance = f"in {weights.source}, whose norms are {_written(weights)}"
     known = _loaded.get(model) or {}
     known.pop(asked, None)
-    _loaded[model] = known | {asked: Loaded(head, place, weights)}
+    _loaded[model] = known | {asked: Loaded.of(head, place, weights)}
     return head
 
 
