@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 else:
     Loader = object
 
-TARGETS: "tuple[str, ...]" = ("mlx_lm.utils", "mlx_lm.convert", "mlx_lm.generate")
+TARGETS: "tuple[str, ...]" = (
+    "mlx_lm.utils",
+    "mlx_lm.convert",
+    "mlx_lm.generate",
+    "mlx_lm.server",
+)
 """The stock modules that get patched, in the order in which mlx-lm executes them."""
 
 

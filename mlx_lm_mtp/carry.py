@@ -7,6 +7,7 @@ stock saves, loads, copies and trims them with the others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,11 @@ class Carried:
     def update(self) -> None:
         """The model's caches may have been replaced, as stock does to quantise them."""
         self._list[: self._models] = self.caches
+
+    def copied(self) -> list[Any]:
+        """Copies of all caches as they are now, the drafter's among them."""
+        entries = self._drafter.suspend() if self._carries else ()
+        return copy.deepcopy([*self.caches, *entries])
 
     def end(self) -> None:
         """Put what the drafter has seen behind the model's entries."""

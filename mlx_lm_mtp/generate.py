@@ -20,7 +20,7 @@ the drafter can go back should the caller stop among them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -101,6 +101,8 @@ def draft_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    checkpoints: Collection[int] = (),
+    on_checkpoint: Callable[[int, list[Any]], None] | None = None,
 ) -> Generator[Step, None, None]:
     """Stock's `generate_step` with drafts: the same tokens, fewer forwards.
 
@@ -109,17 +111,18 @@ def draft_generate_step(
         model: The target.
         drafter: What proposes tokens; it starts anew, or from what the prompt cache
             carries for it.
-        stream: The stream to compute on.
+        stream: What to compute on.
         options: How to draft and verify.
         stats: Filled while generating.
         on_tokens: Called after each round with the tokens that it yielded; True stops.
         eos_token_ids: Tokens behind which generation ends; they are yielded.
-        thinking: The tokens that begin and end thinking, if the model thinks; the
-            statistics then tell the two parts apart.
+        thinking: The tokens around thinking, if the model thinks, for statistics.
         max_tokens: Tokens to yield; -1 for no limit.
         sampler, logits_processors, max_kv_size, prefill_step_size, kv_bits,
         kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
+        checkpoints, on_checkpoint: Prompt lengths below T, and what is given each of
+            them, with lazy copies of all caches behind it.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
@@ -159,7 +162,8 @@ def draft_generate_step(
     step_size = options.prefill_step_size or prefill_step_size
     started = time.perf_counter()
     try:
-        loop.prefill(prompt, step_size, prompt_progress_callback)
+        told = dict.fromkeys(checkpoints, on_checkpoint)
+        loop.prefill(prompt, step_size, prompt_progress_callback, told)
         yield from loop.rounds(max_tokens)
         loop.finalise()
     except GeneratorExit:
@@ -230,6 +234,7 @@ class _Loop:
         prompt: mx.array,
         step_size: int,
         progress: Callable[[int, int], None] | None,
+        checkpoints: Mapping[int, Callable[[int, list[Any]], None] | None],
     ) -> None:
         """Feed the prompt in chunks, its last token alone, and choose the first x."""
         progress = progress or (lambda done, total: None)
@@ -239,9 +244,12 @@ class _Loop:
         if self.regime.known:
             self.regime.follow(prompt.tolist())
         while total - done > 1:
-            chunk = prompt[done : done + min(step_size, total - done - 1)]
+            ends = [done + step_size, total - 1, *(c for c in checkpoints if c > done)]
+            chunk = prompt[done : min(ends)]
             self._prefill_chunk(chunk)
             done += len(chunk)
+            if (tell := checkpoints.get(done)) is not None:
+                tell(done, self.carried.copied())
             progress(done, total)
         self._prefill_last(prompt[done:])
         progress(total, total)

@@ -14,7 +14,14 @@ from typing import Any
 
 import _mlx_lm_mtp_boot as boot
 
-from . import origin, stock_api, stock_cli, stock_convert, wrapping
+from . import (
+    origin,
+    stock_api,
+    stock_cli,
+    stock_convert,
+    stock_server,
+    wrapping,
+)
 from .errors import UnsupportedVersion
 
 Wrapper = Callable[[Any], Any]
@@ -43,6 +50,10 @@ _WRAPPERS: dict[str, dict[str, Wrapper]] = {
         "setup_arg_parser": stock_cli.setup_arg_parser,
         "main": stock_cli.main,
     },
+}
+# Modules of which more than functions is wrapped, once they are imported.
+_SEEN_THROUGH: dict[str, Callable[[ModuleType], None]] = {
+    "mlx_lm.server": stock_server.see_through,
 }
 
 
@@ -88,6 +99,8 @@ def patch(module: ModuleType) -> None:
     for name, wrapper in wrappers.items():
         if id(stock[name]) not in applied:
             _replace(stock[name], wrapper(stock[name]))
+    if module.__name__ in _SEEN_THROUGH:
+        _SEEN_THROUGH[module.__name__](module)
 
 
 def _replace(stock: Any, ours: Any) -> None:

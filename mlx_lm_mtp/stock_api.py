@@ -156,7 +156,7 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
             draft_options, arguments.pop("num_draft_tokens", None)
         )
         _check_arguments(arguments)
-        drafter = _resolve(draft, model, tokenizer, options)
+        drafter = resolve(draft, model, tokenizer, options)
         stats = _named(draft_stats, draft, options)
         request = DraftRequest(drafter, options, stats, _thinking(tokenizer))
         request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
@@ -235,10 +235,14 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
-def _resolve(
+def resolve(
     draft: str | Drafter, model: nn.Module, tokenizer: Any, options: DraftOptions
 ) -> Drafter | None:
-    """The drafter of that name, or the object itself; None when nothing is drafted."""
+    """The drafter of that name, or the object itself; None when nothing is drafted.
+
+    Raises:
+        DraftError: If there is none, or it cannot do what the options ask for.
+    """
     if not isinstance(draft, str):
         return _checked(draft, "draft", options) if options.num_draft_tokens else None
     from .plugins import drafters

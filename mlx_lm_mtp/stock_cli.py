@@ -33,11 +33,11 @@ def requested() -> dict[str, Any]:
         return {}
     return {
         "draft": args.draft,
-        "draft_options": _options(args),
+        "draft_options": options_of(args),
     }
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The draft options of a command line; `--mtp-head` is one of them."""
     options = DraftOptions.parse(args.draft_option)
     if args.mtp_head is None:
@@ -73,7 +73,8 @@ def setup_arg_parser(stock: Callable[[], Any]) -> Callable[[], Any]:
         parser = stock()
         # Should stock come to have the option itself, we stand back.
         if "--mtp" not in parser.format_usage():
-            _add_arguments(parser)
+            add_arguments(parser)
+            parser.parse_args = _noting(parser, parser.parse_args)  # type: ignore[method-assign]
         return parser
 
     return wrapper
@@ -117,7 +118,13 @@ def _reason(error: Exception) -> str | None:
     return None
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, statistics: bool = True) -> None:
+    """Add `--mtp` and its companions.
+
+    Args:
+        parser: One of stock's.
+        statistics: Whether with a file for them, which one generation can fill.
+    """
     group = parser.add_argument_group("drafting (mlx-lm-mtp)")
     which = group.add_mutually_exclusive_group()
     which.add_argument(
@@ -146,13 +153,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"An option of drafting, may be repeated. {DraftOptions.describe()}.",
     )
-    group.add_argument(
-        "--draft-stats",
-        metavar="FILE",
-        type=Path,
-        help="Write the statistics of drafting to this file, as JSON.",
-    )
-    parser.parse_args = _noting(parser, parser.parse_args)  # type: ignore[method-assign]
+    if statistics:
+        group.add_argument(
+            "--draft-stats",
+            metavar="FILE",
+            type=Path,
+            help="Write the statistics of drafting to this file, as JSON.",
+        )
 
 
 def _noting(
@@ -163,10 +170,7 @@ def _noting(
     @functools.wraps(parse_args)
     def wrapper(*args: Any, **kwargs: Any) -> argparse.Namespace:
         namespace = parse_args(*args, **kwargs)
-        try:
-            _check(namespace)
-        except DraftError as error:
-            parser.error(str(error))
+        check(parser, namespace)
         if _arguments.get() is not None:  # else somebody borrows stock's parser
             _arguments.set(namespace)
         return namespace
@@ -174,20 +178,29 @@ def _noting(
     return wrapper
 
 
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """See that what was asked for can work; an exit with a sentence if not."""
+    try:
+        _check(args)
+    except DraftError as error:
+        parser.error(str(error))
+
+
 def _check(args: argparse.Namespace) -> None:
-    options = _options(args)
+    options = options_of(args)
     if args.draft is None:
         if args.draft_option:
             raise InvalidOption("--draft-option is of no use without --mtp or --draft.")
-        if args.draft_stats:
+        if getattr(args, "draft_stats", None):
             raise InvalidOption("--draft-stats is of no use without --mtp or --draft.")
         return
-    if args.draft_stats and not args.draft_stats.absolute().parent.is_dir():
+    file = getattr(args, "draft_stats", None)
+    if file and not file.absolute().parent.is_dir():
         raise InvalidOption(
-            f"--draft-stats {args.draft_stats} is in a folder that does not exist; "
+            f"--draft-stats {file} is in a folder that does not exist; "
             "make it, or name another file."
         )
-    if args.draft_model is not None:
+    if getattr(args, "draft_model", None) is not None:
         raise InvalidOption(
             f"--draft-model {args.draft_model} cannot go with "
             f"{'--mtp' if args.draft == 'mtp' else '--draft ' + args.draft}; "

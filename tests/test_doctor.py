@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import families
 import mlx.core as mx
 import pytest
 from checkpoints import save
 from tiny import Spec
 
-from mlx_lm_mtp import cli
+from mlx_lm_mtp import cli, errors
 from mlx_lm_mtp.doctor import examine, report, verdict
 from mlx_lm_mtp.doctor.findings import Findings
 from mlx_lm_mtp.doctor.verdict import BROKEN, DOES_NOT_PAY, WORKS, expected, judge
@@ -49,6 +50,19 @@ def line(out: str, name: str) -> str:
     return found.partition(":")[2].strip()
 
 
+def write_windowed(path: Path) -> Path:
+    """A random model that looks back on 8 tokens, with a random head."""
+    name = "exaone_moe"
+    trunk = families.parameters(families.trunk(name))
+    families.save(path / "model.safetensors", trunk, {"format": "mlx"})
+    families.save(path / "mtp.safetensors", families.wild_head(name), {"format": "pt"})
+    config = families.config_of(name) | {"eos_token_id": 95}
+    assert config["sliding_window"] == 8
+    (path / "config.json").write_text(json.dumps(config))
+    checkpoints.write_tokenizer(path)
+    return path
+
+
 def write_sidecar(path: Path, head: dict[str, mx.array]) -> None:
     save(path / "mtp.safetensors", {f"mtp.{k}": v for k, v in head.items()}, "mlx")
 
@@ -77,6 +91,11 @@ def test_the_bundled_checkpoint(doctor: Doctor, tmp_path: Path) -> None:
         line(out, "exact") == "forwards of 1 to 8 tokens give the bits of single ones"
     )
     assert found["draft"] > 0 and found["capture"] == "states"
+    assert found["self_check"] == "passed" and found["undrafted"] == {}
+    assert line(out, "gated delta").endswith("by states; self-check: passed")
+    ways = {"ArraysCache recorded", "KVCache trimmed"}
+    assert found["rollback"].keys() == ways
+    assert all(way in line(out, "caches") for way in ways)
     assert found["expected_speed"].keys() == {"1", "2", "3", "4"}
     k = found["recommended_k"]
     assert f"--num-draft-tokens {k}." in line(out, "what to do") or code == DOES_NOT_PAY
@@ -152,6 +171,20 @@ def test_a_head_that_does_not_fit(doctor: Doctor, tmp_path: Path) -> None:
     code, out, _ = doctor(tmp_path, *SHORT)
     assert code == BROKEN
     assert "fc.weight is (64, 64), the model needs (64, 128)" in line(out, "what to do")
+    # What was found is told all the same.
+    assert line(out, "head") == f"mtp.safetensors (sidecar) in {tmp_path}"
+    assert line(out, "tensors") == "15 (15 of float32)"
+    assert line(out, "norms") == "as stock multiplies them; safetensors format: mlx"
+
+
+def test_a_packed_head_of_another_size(doctor: Doctor, tmp_path: Path) -> None:
+    """Its bits are told by dimensions that are not the model's."""
+    written = checkpoints.write(tmp_path, head_bits=4, form="mlx")
+    head = dict(written.head) | {"norm.weight": mx.ones((32,))}
+    write_sidecar(tmp_path, head)
+    code, out, _ = doctor(tmp_path, *SHORT)
+    assert code == BROKEN and "norm.weight is (32,)" in line(out, "what to do")
+    assert line(out, "quantised") == "8 of unknown bits"
 
 
 def test_a_truncated_file(doctor: Doctor, tmp_path: Path) -> None:
@@ -187,6 +220,56 @@ def test_a_model_of_no_known_family(doctor: Doctor, tmp_path: Path) -> None:
     code, out, _ = doctor(tmp_path, *SHORT)
     assert code == BROKEN
     assert "no MTP head is known for models of type 'qwen3'" in line(out, "what to do")
+
+
+def test_a_window_that_is_full_is_no_fault(doctor: Doctor, tmp_path: Path) -> None:
+    """No verify is made there, so none can differ; and nothing is drafted."""
+    path, long = write_windowed(tmp_path), "def f(x): return x"
+    code, out, err = doctor(path, "--tokens", 8, "--max-k", 2, "--prompt", long)
+    assert (code, err) == (DOES_NOT_PAY, "")
+    assert line(out, "exact") == (
+        "forwards of 1 to 1 tokens give the bits of single ones; drafting makes no "
+        "wider ones here"
+    )
+    # Of 8 tokens; the last round has no room for drafts anyway.
+    assert line(out, "not drafted") == "7 rounds, since a rotating cache is full"
+    assert line(out, "what to do") == (
+        "Decode without it here: nothing could be drafted, since a rotating cache is "
+        "full."
+    )
+
+
+def test_a_model_that_cannot_be_computed(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise RuntimeError("[malloc] Unable\nto allocate")
+
+    path = checkpoints.write(tmp_path).path
+    monkeypatch.setattr(examine, "verify_seconds", full)
+    code, out, _ = doctor(path, *SHORT)
+    assert code == BROKEN and line(out, "head")
+    assert "on this machine ([malloc] Unable to allocate);" in line(out, "what to do")
+
+
+def test_json_that_cannot_be_written(doctor: Doctor, tmp_path: Path) -> None:
+    """Not exit code 1, which would say that the head does not pay."""
+    path = checkpoints.write(tmp_path).path
+    code, out, err = doctor(path, *SHORT, "--json", tmp_path)
+    assert code == 2 and line(out, "verdict")
+    assert err.count("\n") == 1 and "cannot be written (Is a directory)" in err
+
+
+def test_an_mlx_lm_of_another_version(
+    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise errors.UnsupportedVersion("mlx-lm 9 is installed.")
+
+    module = sys.modules["mlx_lm_mtp.install"]  # the package has a function so called
+    monkeypatch.setattr(module, "install", refuse)
+    code, _, err = doctor(tmp_path)
+    assert code == 2 and err == "mlx_lm_mtp doctor: error: mlx-lm 9 is installed.\n"
 
 
 @pytest.mark.parametrize(
@@ -273,6 +356,35 @@ def test_other_hidden_states_are_named_only_where_they_are_clearly_better() -> N
 def test_next_to_nothing_accepted_is_broken() -> None:
     none = {"post_norm": (0.01, 0, 0), "pre_norm": (0.02, 0, 0)}
     assert judge(dataclasses.replace(GOOD, acceptance=none)).code == BROKEN
+
+
+def test_nothing_drafted_is_not_called_broken() -> None:
+    found = judge(
+        dataclasses.replace(
+            GOOD,
+            acceptance={"post_norm": (), "pre_norm": ()},
+            undrafted={"a rotating cache is full": 9},
+        )
+    )
+    assert (found.code, found.k) == (DOES_NOT_PAY, 0)
+
+
+def test_widths_that_drafting_does_not_make_are_no_fault() -> None:
+    narrow = dataclasses.replace(GOOD, exact={1: True, 2: True, 3: None})
+    assert judge(narrow).code == WORKS
+    said = line(report.report(narrow, judge(narrow)), "exact")
+    assert said.startswith("forwards of 1 to 2 tokens give the bits")
+
+
+def test_a_self_check_that_failed_is_told() -> None:
+    odd = dataclasses.replace(
+        GOOD, recurrence="stock", capture="replay", capture_fault="it differs"
+    )
+    out = report.report(odd, judge(odd))
+    assert line(out, "gated delta") == (
+        "stock, rolled back by replay; self-check: it differs"
+    )
+    assert odd.to_dict()["self_check"] == "it differs"
 
 
 @pytest.mark.parametrize(("device", "code"), [("cpu", BROKEN), ("gpu", WORKS)])

@@ -59,8 +59,12 @@ LAYERS = [
     {"verify", "noise", "drafters.mtp", "plugins"},
     {"propose"},
     {"generate"},
-    {"stock_cli", "stock_convert"},
+    {"serving.turns", "stock_cli", "stock_convert"},
+    {"serving.asked"},
+    {"serving.totals"},
+    {"serving.serving"},
     {"stock_api"},
+    {"stock_server"},
     {"install"},
     {"extract"},
     {"bench.prompts", "bench.oracle", "bench.shapes", "bench.costs"},
@@ -83,6 +87,7 @@ START = {
     "stock_api",
     "stock_cli",
     "stock_convert",
+    "stock_server",
     "origin",
     "errors",
     "options",
@@ -97,7 +102,7 @@ def modules() -> dict[str, Path]:
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
-        if name and name not in ("state", "drafters", "bench", "doctor"):
+        if name and name not in ("state", "drafters", "bench", "doctor", "serving"):
             found[name] = path
     return found
 
@@ -243,5 +248,6 @@ def test_the_boot_module_names_the_modules_that_are_patched() -> None:
 
     from mlx_lm_mtp.install import patch
 
-    patched = sys.modules[patch.__module__]._WRAPPERS
-    assert tuple(patched) == _mlx_lm_mtp_boot.TARGETS
+    module = sys.modules[patch.__module__]
+    patched = (*module._WRAPPERS, *module._SEEN_THROUGH)
+    assert patched == _mlx_lm_mtp_boot.TARGETS

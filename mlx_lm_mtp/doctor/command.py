@@ -10,6 +10,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import DraftError
+
 if TYPE_CHECKING:
     from .examine import Plan
     from .findings import Findings
@@ -64,16 +66,20 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Examine a model and say what was found.
 
     Raises:
-        SystemExit: With the verdict's code; with 130 after an interrupt.
+        SystemExit: With the verdict's code; with 2 if it cannot be begun, or the JSON
+            cannot be written; with 130 after an interrupt.
     """
     from ..bench.prompts import BUILT_IN
     from ..install import install
     from . import report
     from .examine import Plan
-    from .verdict import judge
+    from .verdict import BROKEN, judge
 
     _check_json(parser, args.json)
-    install()
+    try:
+        install()
+    except DraftError as error:
+        parser.exit(BROKEN, f"{parser.prog}: error: {error}\n")
     texts = args.prompt or [BUILT_IN[0], BUILT_IN[2], BUILT_IN[3]]
     findings = _examine(Plan(args.model, args.mtp_head, texts, args.tokens, args.max_k))
     if findings is None:
@@ -85,7 +91,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     else:
         print(report.report(findings, verdict))
     if args.json not in (None, "-"):
-        Path(args.json).write_text(text + "\n")
+        try:
+            Path(args.json).write_text(text + "\n")
+        except OSError as error:
+            # Python's own exit code for it would say that the head does not pay.
+            told = f"--json {args.json} cannot be written ({error.strerror})"
+            parser.exit(BROKEN, f"{parser.prog}: error: {told}; name another file.\n")
     sys.exit(verdict.code)
 
 

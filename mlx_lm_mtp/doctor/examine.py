@@ -5,6 +5,7 @@ Everything is measured on the model itself, on this machine, behind a short text
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,16 +17,21 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from .. import anatomy, origin
 from ..bench.costs import draft_seconds, verify_seconds
 from ..bench.report import environment
 from ..bench.subject import Prompt, Subject, of_checkpoint
 from ..drafters.mtp import MTPDrafter
-from ..errors import DraftError
+from ..errors import DraftError, HeadMismatch
 from ..generate import draft_generate_step
-from ..heads import Loaded, head_of, loaded_of
+from ..heads import head_of, hub, loaded_of
+from ..heads.families import family_of
+from ..heads.find import HeadWeights, find_head, head_files
 from ..heads.head import MTPHead
 from ..options import DraftOptions
 from ..state.capture import Recording
+from ..state.commit import flat
+from ..state.limits import width_limit
 from ..state.recurrence import Recurrence
 from ..state.snapshot import restore, snapshot
 from ..stats import Tally
@@ -34,6 +40,7 @@ from .findings import Findings, HeadFindings
 
 HIDDEN = ("post_norm", "pre_norm")
 WIDTHS = range(1, 9)
+_PASSES = 3  # over all costs: one slow moment of the machine must not choose k
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """How many findings :func:`examine` gives when all goes well."""
-        return 2 + len(HIDDEN) * len(self.texts) + 1 + len(WIDTHS)
+        return 2 + len(HIDDEN) * len(self.texts) + _PASSES + len(WIDTHS)
 
 
 def examine(plan: Plan) -> Iterator[Findings]:
@@ -71,15 +78,29 @@ def examine(plan: Plan) -> Iterator[Findings]:
             yield found
     except DraftError as error:
         yield replace(found, error=str(error))
+    except RuntimeError as error:  # MLX's: out of memory, a kernel does not compile
+        reason = " ".join(str(error).split()) or type(error).__name__
+        yield replace(
+            found,
+            error=f"MODEL {plan.model} cannot be computed on this machine ({reason}); "
+            "see whether mlx_lm.generate can without --mtp, or take a smaller one.",
+        )
 
 
 def _examined(plan: Plan, found: Findings) -> Iterator[Findings]:
     subject = of_checkpoint(plan.model, plan.texts)
     yield found
-    head = head_of(subject.model, plan.source)
-    loaded = loaded_of(subject.model)
-    assert loaded is not None
-    found = replace(found, head=described(loaded), family_hidden=head.family.hidden)
+    try:
+        head = head_of(subject.model, plan.source)
+    except HeadMismatch:
+        yield replace(found, head=misfit(subject.model, plan.source))
+        raise
+    found = replace(
+        found,
+        head=described(subject.model, head),
+        family_hidden=head.family.hidden,
+        rollback=rollback(subject.model, subject.prompts[0].tokens),
+    )
     yield found
     said: list[int] = []
     tallies = {hidden: Tally() for hidden in HIDDEN}
@@ -91,31 +112,67 @@ def _examined(plan: Plan, found: Findings) -> Iterator[Findings]:
             yield found
     following = (said * len(WIDTHS))[: len(WIDTHS)]
     context = subject.prompts[-1].tokens + said
-    yield (found := _with_costs(found, subject, head, context, following, plan))
+    for costs in _costs(subject, head, context, following, plan.max_k):
+        found = replace(found, verify=costs[0], draft=costs[1])
+        yield found
     for width in WIDTHS:
         same = is_exact(subject.model, context, following[:width])
         found = replace(found, exact={**(found.exact or {}), width: same})
         yield found
 
 
-def described(loaded: Loaded) -> HeadFindings:
-    """What there is to say of a head before it has drafted."""
-    weights, head = loaded.weights, loaded.head
-    form = "zero-centred" if weights.norms.raw else "as stock multiplies them"
-    return HeadFindings(
-        family=head.family.models,
-        place=str(loaded.place),
-        files=weights.source,
-        layout=weights.layout,
-        tensors=len(loaded.tensors),
-        types=_counted(_name(dtype) for _, dtype in loaded.tensors.values()),
-        quantization=_counted(_packings(head)),
-        norms=f"{form}; {weights.norms.evidence}",
-        passed_over=weights.passed_over,
-    )
+def described(model: nn.Module, head: MTPHead) -> HeadFindings:
+    """What there is to say of the model's head before it has drafted."""
+    loaded = loaded_of(model)
+    assert loaded is not None
+    types = (dtype for _, dtype in loaded.tensors.values())
+    packed = _counted(_packings(head))
+    return _findings(model, str(loaded.place), loaded.weights, types, packed)
 
 
-def is_exact(model: nn.Module, context: Sequence[int], tokens: Sequence[int]) -> bool:
+def misfit(model: nn.Module, source: str) -> HeadFindings:
+    """What there is to say of a head that was found, and does not fit the model.
+
+    Args:
+        model: The model.
+        source: Where the head is; empty for the model's own.
+
+    Raises:
+        HeadNotFound, HeadUnreadable: If none can be read any more.
+    """
+    family, args = family_of(model), anatomy.language_model(model).args
+    path = source or origin.path_of(model) or ""
+    place = hub.local(path, lambda names: head_files(names, family, args))
+    weights = find_head(place, family, args)
+    types = (value.dtype for value in weights.tensors.values())
+    # In how many bits is told by the dimensions, which are what is wrong.
+    scales = sum(name.endswith(".scales") for name in weights.tensors)
+    packed = {"unknown bits": scales} if scales else {}
+    return _findings(model, str(place), weights, types, packed)
+
+
+def rollback(model: nn.Module, tokens: Sequence[int]) -> dict[str, int]:
+    """How a rejected draft is taken back: ``KVCache trimmed`` -> how many caches.
+
+    It is found out as drafting does, on one token.
+    """
+    caches = make_prompt_cache(model)
+    with mx.stream(generation_stream), Recording() as recording:
+        logits = Target(model)(mx.array([tokens[-1:]]), caches).logits
+        mx.eval(logits, [cache.state for cache in caches])
+
+    def way(cache: Any) -> str:
+        if cache.is_trimmable():
+            return "trimmed"
+        recorded = recording.layer_of(cache) is not None
+        return "recorded" if recorded else "put back and fed again"
+
+    return _counted(f"{type(c).__name__} {way(c)}" for c in flat(caches))
+
+
+def is_exact(
+    model: nn.Module, context: Sequence[int], tokens: Sequence[int]
+) -> bool | None:
     """Whether one forward gives the bits that as many of one token each give.
 
     Args:
@@ -124,13 +181,17 @@ def is_exact(model: nn.Module, context: Sequence[int], tokens: Sequence[int]) ->
         tokens: What is fed, `(w,)`.
 
     Returns:
-        Whether logits and cache contents are equal, bit for bit.
+        Whether logits and cache contents are equal, bit for bit; None if drafting
+        feeds fewer tokens at once behind this context, as it does before a rotating
+        cache is full.
     """
     target = Target(model, recurrence=Recurrence("auto", "auto"))
     caches = make_prompt_cache(model)
     with mx.stream(generation_stream):
         target(mx.array([list(context)]), caches)
         mx.eval([cache.state for cache in caches])
+        if not _fed_at_once(target, caches, len(tokens)):
+            return None
         before = snapshot(caches)
         rows = [target(mx.array([[t]]), caches).logits for t in tokens]
         single = [mx.concatenate(rows, axis=1), *_contents(caches)]
@@ -172,28 +233,65 @@ def _with_acceptance(found: Findings, tallies: dict[str, Tally]) -> Findings:
         found,
         acceptance={h: tuple(s.acceptance_per_position) for h, s in stats.items()},
         drafted=post.rounds,
+        undrafted=dict(post.undrafted),
         recurrence=post.recurrence,
         capture=post.capture,
         capture_fault=post.capture_fault,
     )
 
 
-def _with_costs(
-    found: Findings,
+def _costs(
     subject: Subject,
     head: MTPHead,
     context: list[int],
     following: list[int],
-    plan: Plan,
-) -> Findings:
+    k: int,
+) -> Iterator[tuple[dict[int, float], float]]:
+    """Seconds of a verify by width, and of a draft: the medians of more passes each
+    time."""
     computing = Recurrence("auto", "auto")
-    verify = verify_seconds(subject.model, context, following, WIDTHS, computing)
-    drafting = (MTPDrafter(head), plan.max_k, "auto", context, following[0])
-    draft = draft_seconds(subject.model, *drafting) / plan.max_k
-    return replace(found, verify=verify, draft=draft)
+    verify: list[dict[int, float]] = []
+    draft: list[float] = []
+    for _ in range(_PASSES):
+        drafting = (MTPDrafter(head), k, "auto", context, following[0])
+        draft.append(draft_seconds(subject.model, *drafting) / k)
+        verify.append(
+            verify_seconds(subject.model, context, following, WIDTHS, computing)
+        )
+        widths = {w: statistics.median(v[w] for v in verify) for w in WIDTHS}
+        yield widths, statistics.median(draft)
 
 
 # --- the parts ----------------------------------------------------------------------
+
+
+def _findings(
+    model: nn.Module,
+    place: str,
+    weights: HeadWeights,
+    types: Iterator[mx.Dtype],
+    quantization: dict[str, int],
+) -> HeadFindings:
+    form = "zero-centred" if weights.norms.raw else "as stock multiplies them"
+    counted = _counted(map(_name, types))
+    return HeadFindings(
+        family=family_of(model).models,
+        place=place,
+        files=weights.source,
+        layout=weights.layout,
+        tensors=sum(counted.values()),
+        types=counted,
+        quantization=quantization,
+        norms=f"{form}; {weights.norms.evidence}",
+        passed_over=weights.passed_over,
+    )
+
+
+def _fed_at_once(target: Target, caches: Sequence[Any], width: int) -> bool:
+    """Whether drafting would verify so many tokens in one forward."""
+    limit, _ = width_limit(caches, quantized_kv_start=None, one_forward=True)
+    limit = 1 if target.one_row else limit
+    return limit is None or width <= limit
 
 
 def _contents(caches: Sequence[Any]) -> list[mx.array]:
@@ -202,7 +300,7 @@ def _contents(caches: Sequence[Any]) -> list[mx.array]:
 
 
 def _same(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and mx.array_equal(a, b, equal_nan=True).item()
+    return a.dtype == b.dtype and bool(mx.array_equal(a, b, equal_nan=True).item())
 
 
 def _packings(head: MTPHead) -> Iterator[str]:

@@ -47,10 +47,13 @@ class Findings:
         acceptance: Hidden states -> for each position of a draft the share of rounds in
             which it was accepted, and so were those before it.
         drafted: Rounds behind each of these figures.
+        undrafted: Reason -> rounds that could not draft for it.
         verify: w -> seconds of a verify forward of w tokens.
         draft: Seconds of one draft.
         exact: w -> whether a forward of w tokens gives the bits, of logits and caches,
-            that w forwards of one token give.
+            that w forwards of one token give; None where drafting makes none so wide.
+        rollback: How many caches of a kind are taken back in a way, ``KVCache trimmed``
+            -> how many.
         recurrence, capture: What computes gated-delta layers, and how they are taken
             back; empty if there are none.
         capture_fault: Why a fused kernel is not used.
@@ -63,13 +66,21 @@ class Findings:
     family_hidden: str = ""
     acceptance: Mapping[str, tuple[float, ...]] | None = None
     drafted: int = 0
+    undrafted: Mapping[str, int] | None = None
     verify: Mapping[int, float] | None = None
     draft: float | None = None
-    exact: Mapping[int, bool] | None = None
+    exact: Mapping[int, bool | None] | None = None
+    rollback: Mapping[str, int] | None = None
     recurrence: str = ""
     capture: str = ""
     capture_fault: str = ""
 
+    @property
+    def self_check(self) -> str:
+        """What comparing the recorded states with a loop's has shown; empty if none
+        were to be recorded."""
+        return self.capture_fault or ("passed" if self.capture else "")
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; seconds are seconds."""
-        return asdict(self)
+        return asdict(self) | {"self_check": self.self_check}

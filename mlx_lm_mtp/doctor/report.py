@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .findings import Findings, HeadFindings
-from .verdict import Verdict
+from .verdict import Verdict, inexact
 
 _WIDTH = 14  # of what stands before the colon
 _WORDS = ("works", "works, but does not pay here", "broken")
@@ -48,20 +48,28 @@ def _head(head: HeadFindings) -> Iterator[tuple[str, str]]:
 def _drafting(findings: Findings, verdict: Verdict) -> Iterator[tuple[str, str]]:
     for hidden, rates in (findings.acceptance or {}).items():
         used = ", used" if hidden == verdict.hidden else ""
-        yield "accepted", f"{_rates(rates)} by position ({hidden}{used})"
+        shown = f"{_rates(rates)} by position" if rates else "nothing was drafted"
+        yield "accepted", f"{shown} ({hidden}{used})"
+    for reason, rounds in (findings.undrafted or {}).items():
+        yield "not drafted", f"{rounds} rounds, since {reason}"
     if findings.exact:
-        yield "exact", _exact(findings.exact)
+        yield "exact", _exact(findings)
+    if findings.rollback:
+        yield "caches", _counts(findings.rollback)
     if findings.recurrence:
-        fault = f"; {findings.capture_fault}" if findings.capture_fault else ""
-        how = f"{findings.recurrence}, rolled back by {findings.capture}{fault}"
-        yield "gated delta", how
+        how = f", rolled back by {findings.capture}" if findings.capture else ""
+        check = f"; self-check: {findings.self_check}" if findings.self_check else ""
+        yield "gated delta", f"{findings.recurrence}{how}{check}"
 
 
-def _exact(exact: Mapping[int, bool]) -> str:
-    wrong = [str(w) for w, same in exact.items() if not same]
-    if not wrong:
-        return f"forwards of 1 to {max(exact)} tokens give the bits of single ones"
-    return f"forwards of {', '.join(wrong)} tokens differ in bits from single ones"
+def _exact(findings: Findings) -> str:
+    exact = findings.exact or {}
+    made = [w for w, same in exact.items() if same is not None]
+    wrong = ", ".join(map(str, inexact(findings)))
+    rest = "" if len(made) == len(exact) else "; drafting makes no wider ones here"
+    if wrong:
+        return f"forwards of {wrong} tokens differ in bits from single ones{rest}"
+    return f"forwards of 1 to {max(made)} tokens give the bits of single ones{rest}"
 
 
 def _table(findings: Findings, verdict: Verdict) -> list[str]:

@@ -45,9 +45,11 @@ def judge(findings: Findings) -> Verdict:
     assert findings.acceptance and findings.verify and findings.draft is not None
     hidden = best_hidden(findings.acceptance, findings.family_hidden)
     accepted = findings.acceptance[hidden]
+    if not accepted:
+        return Verdict(DOES_NOT_PAY, _undrafted(findings), hidden)
     if accepted[0] <= _WRONG:
         return Verdict(BROKEN, _wrong(findings), hidden)
-    if findings.environment.get("device") == "cpu" and not all(findings.exact.values()):
+    if findings.environment.get("device") == "cpu" and inexact(findings):
         return Verdict(BROKEN, _inexact(findings), hidden)
     speeds = expected(accepted, findings.verify, findings.draft)
     k = max(speeds, key=speeds.__getitem__)
@@ -59,8 +61,14 @@ def judge(findings: Findings) -> Verdict:
 def best_hidden(acceptance: Mapping[str, tuple[float, ...]], family_hidden: str) -> str:
     """The hidden states to use: the family's, unless the others are clearly better."""
     other = OTHER[family_hidden]
-    better = acceptance[other][0] - acceptance[family_hidden][0] > _CLEARLY
+    theirs, ours = acceptance[other], acceptance[family_hidden]
+    better = bool(theirs and ours) and theirs[0] - ours[0] > _CLEARLY
     return other if better else family_hidden
+
+
+def inexact(findings: Findings) -> list[int]:
+    """The widths whose bits are not those of single tokens."""
+    return [w for w, same in (findings.exact or {}).items() if same is False]
 
 
 def expected(
@@ -91,7 +99,9 @@ def _option(hidden: str) -> str:
 
 def _wrong(findings: Findings) -> str:
     norms = (
-        "" if findings.head is None else f" (they are taken as {findings.head.norms})"
+        ""
+        if findings.head is None
+        else f" (they are taken to be {findings.head.norms})"
     )
     return (
         "Take the head of the checkpoint that this model was made from: next to "
@@ -101,12 +111,17 @@ def _wrong(findings: Findings) -> str:
 
 
 def _inexact(findings: Findings) -> str:
-    widths = ", ".join(str(w) for w, same in (findings.exact or {}).items() if not same)
+    widths = ", ".join(map(str, inexact(findings)))
     return (
         f"Use --draft-option verify=step and report this model: forwards of {widths} "
         "tokens do not give the bits of as many forwards of one, which they must on a "
         "CPU."
     )
+
+
+def _undrafted(findings: Findings) -> str:
+    reasons = "; ".join(findings.undrafted or {})
+    return f"Decode without it here: nothing could be drafted, since {reasons}."
 
 
 def _no_gain(findings: Findings, accepted: tuple[float, ...]) -> str:

@@ -1,0 +1,83 @@
+"""What one request asks for, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InvalidOption
+from ..options import DraftOptions
+from ..stats import DraftStats, Tally
+
+NONE = "none"
+_SHOWN = (
+    "drafter",
+    "num_draft_tokens",
+    "rounds",
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "acceptance_per_position",
+)
+
+
+@dataclass
+class Asked:
+    """How the tokens of one request are to be drafted.
+
+    Args:
+        draft: The name of a drafter; None for plain decoding.
+        options: How to draft, k included.
+        explicit: Whether the request itself says so, and not the command line.
+        tally: Filled while it is answered.
+        reason: Why nothing is drafted, once that is known.
+        drafter: What drafts, once it is built.
+    """
+
+    draft: str | None
+    options: DraftOptions
+    explicit: bool = False
+    tally: Tally = field(default_factory=Tally)
+    reason: str = ""
+    drafter: Any = None
+
+    @property
+    def stats(self) -> DraftStats:
+        """The counts so far."""
+        return self.tally.stats
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the usage of an answer."""
+        stats = self.stats
+        if not stats.drafted:
+            return {"drafter": None, "reason": self.reason or "nothing was drafted"}
+        found = stats.to_dict()
+        counts = {"drafted": stats.drafted.total(), "accepted": stats.accepted.total()}
+        return {name: found[name] for name in _SHOWN} | counts
+
+
+def read(body: Mapping[str, Any], default: Asked, num_draft_tokens: int) -> Asked:
+    """What a request asks for: ``draft`` and ``draft_options`` of its body.
+
+    Args:
+        body: The request.
+        default: What the command line asks for.
+        num_draft_tokens: The request's, or the command line's.
+
+    Raises:
+        InvalidOption: If there is no such drafter, or an option is none.
+    """
+    draft = body.get("draft", default.draft)
+    if draft is not None and not isinstance(draft, str):
+        raise InvalidOption(f"draft is {draft!r}; give the name of a drafter, or none.")
+    options = body.get("draft_options")
+    given = DraftOptions.of(default.options if options is None else options)
+    given = DraftOptions.of(given, num_draft_tokens)
+    if draft in (None, NONE):
+        reason = "plain decoding was asked for" if draft == NONE else ""
+        return Asked(None, given, "draft" in body, reason=reason)
+    from ..plugins import drafters
+
+    drafters()[draft]
+    reason = "" if num_draft_tokens else "num_draft_tokens is 0"
+    return Asked(draft, given, "draft" in body, reason=reason)

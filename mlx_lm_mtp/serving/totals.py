@@ -1,0 +1,54 @@
+"""What all requests since the start have come to."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from .asked import Asked
+
+_COUNTS = ("requests", "rounds", "tokens", "drafted", "accepted")
+
+
+class Totals:
+    """Adds up requests, for each drafter and each k."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._drafted: dict[tuple[str, int], Counter[str]] = {}
+        self._plain: Counter[str] = Counter()
+
+    def add(self, asked: Asked) -> None:
+        """Add one request that has been answered, or broken off."""
+        stats = asked.stats
+        with self._lock:
+            if not stats.drafted:
+                self._plain[asked.reason or "no drafter was asked for"] += 1
+                return
+            key = (stats.drafter, stats.num_draft_tokens)
+            self._drafted.setdefault(key, Counter()).update(
+                requests=1,
+                rounds=stats.rounds,
+                tokens=stats.tokens,
+                drafted=stats.drafted.total(),
+                accepted=stats.accepted.total(),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        with self._lock:
+            rows = [
+                {"drafter": name, "num_draft_tokens": k}
+                | {count: counts[count] for count in _COUNTS}
+                | {
+                    "tokens_a_round": counts["tokens"] / counts["rounds"],
+                    "acceptance_rate": counts["accepted"] / counts["drafted"],
+                }
+                for (name, k), counts in sorted(self._drafted.items())
+            ]
+            plain = dict(self._plain)
+        return {
+            "drafted": rows,
+            "plain": {"requests": sum(plain.values()), "reasons": plain},
+        }
