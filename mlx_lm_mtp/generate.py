@@ -113,29 +113,28 @@ def draft_generate_step(
             carries for it.
         stream: What to compute on.
         options: How to draft and verify.
-        stats: Filled while generating.
-        on_tokens: Called after each round with the tokens that it yielded; True stops.
+        stats: Filled on the way.
+        on_tokens: Called after each round with its tokens; True stops.
         eos_token_ids: Tokens behind which generation ends; they are yielded.
         thinking: The tokens around thinking, if the model thinks, for statistics.
         max_tokens: Tokens to yield; -1 for no limit.
         sampler, logits_processors, max_kv_size, prefill_step_size, kv_bits,
         kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
-        checkpoints, on_checkpoint: Prompt lengths below T, and what is given each of
-            them, with lazy copies of all caches behind it.
+        checkpoints, on_checkpoint: Prompt lengths, and what is given each with copies
+            of all caches behind it.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
     Yields:
-        A token, its `(V,)` log-probabilities, and whether it was drafted.
+        A token, its log-probabilities `(V,)`, and whether it was drafted.
 
     Raises:
         ValueError: If the prompt is empty.
         InvalidOption: If the options need what the drafter does not give.
         DrafterError: If the drafter breaks its contract.
         NothingToChoose: If logits processors leave no token; caches and random state
-            are then as after the last token that was yielded, as they are when a
-            processor or the sampler raises.
+            are then as behind the last token yielded, as when a processor raises.
     """
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it must have at least one token.")
@@ -296,13 +295,16 @@ class _Loop:
         if self.ahead is not None:
             proposal, self.ahead = self.ahead.proposal, None
         else:
-            proposal = self._draft(self._width(budget) - 1)
+            width, reason = self._width(budget)
+            if reason:
+                self.stats.count_undrafted(reason)
+            proposal = self._draft(width - 1)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
         tokens = yield from self._leg(rows, proposal, budget)
         branch = self._rescue(proposal, len(tokens), budget)
         if branch is not None:
-            width = self._width(budget - len(tokens), first=False)
+            width, _ = self._width(budget - len(tokens))
             rest = branch.rest[:, : width - 1]
             tokens += yield from self._leg(rest, branch, budget - len(tokens))
         self._observe()
@@ -352,20 +354,21 @@ class _Loop:
     ) -> None:
         """Let the device draft what follows the inputs that will be kept.
 
-        The target's caches are committed once these are yielded; until then they count
-        rejected drafts, too, and so may leave the next round fewer drafts.
+        The target's caches are committed once these are yielded; until then they hold
+        rejected drafts, too.
         """
         kept = 2
         while judge.accepts(kept - 1):
             kept += 1
         ends = not self.eos_token_ids.isdisjoint(judge.choices()[: kept - 1])
-        if ends or kept == budget:
+        width, _ = self._width(budget - kept, taken_back=inputs.shape[1] - kept)
+        if ends or kept == budget or width == 1:  # there is nothing to draft
             return
         self._keep(inputs, hidden, kept, 0)
         self._observe()
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
-        proposal = self._draft(self._width(budget - kept) - 1)
+        proposal = self._draft(width - 1)
         self.ahead = Ahead(proposal, kept)
 
     def _draft(self, k: int) -> Proposal:
@@ -385,8 +388,11 @@ class _Loop:
         x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
-    def _width(self, budget: int, *, first: bool = True) -> int:
-        """Inputs of a round's (first) leg: x, and as many drafts as may be kept."""
+    def _width(self, budget: int, *, taken_back: int = 0) -> tuple[int, str]:
+        """Inputs of a leg: x, and as many drafts as may be kept; and why it is alone.
+
+        Inputs that will be taken back from the caches do not count.
+        """
         width = self.options.num_draft_tokens + 1
         if budget > 0:
             width = min(width, budget)
@@ -396,12 +402,13 @@ class _Loop:
             self.caches,
             quantized_kv_start=None if bits is None else start,
             one_forward=one_forward,
+            taken_back=taken_back,
         )
         if one_forward and self.target.one_row:
             limit, reason = 1, ONE_ROW
-        if limit == 1 < width and first:
-            self.stats.count_undrafted(reason)
-        return width if limit is None else min(width, limit)
+        if limit is None:
+            return width, ""
+        return min(width, limit), reason if limit == 1 < width else ""
 
     def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
         judge = AtOnce if self.judges_at_once else OneByOne
@@ -481,10 +488,10 @@ class _Loop:
     def finalise(self) -> None:
         """Show the drafter the rest, and carry what it has seen to the next call."""
         self._observe()
-        if self.ahead is not None:
-            assert isinstance(self.drafter, Rewinding)
-            self.drafter.rewind(self.ahead.kept - self.ahead.yielded)
         with mx.stream(self.stream), self.timed("finalise"):
+            if self.ahead is not None:
+                assert isinstance(self.drafter, Rewinding)
+                self.drafter.rewind(self.ahead.kept - self.ahead.yielded)
             self.carried.end()
 
     def close(self, prompt: int, seconds: float) -> None:

@@ -286,17 +286,20 @@ def drafter_differences(
 
 
 def broken_off_differences(
-    spec: Spec, prompt: Sequence[int], pattern: str, n: int
+    spec: Spec, prompt: Sequence[int], pattern: str, n: int, **kwargs: Any
 ) -> Differences:
     """A generation that its caller ends after n tokens: the model's entries beside
     stock's, the drafter's beside those of one that saw no more."""
     model, caches = model_of(spec), _new(model_of(spec))
     truth = oracle.stock(model, prompt, n + 12).tokens
     steered = Steered(head_for(model), Scripted(truth, right_where(pattern)))
-    steps = draft_generate_step(mx.array(prompt), model, steered, prompt_cache=caches)
+    steps = draft_generate_step(
+        mx.array(prompt), model, steered, prompt_cache=caches, **kwargs
+    )
     made = [token for token, *_ in _take(steps, n)]
     steps.close()
-    stock = oracle.stock(model, prompt, n)
+    limited = {k: v for k, v in kwargs.items() if k != "max_tokens"}
+    stock = oracle.stock(model, prompt, n, **limited)
     found = cache_differences(caches[:-2], stock.caches)
     if made != stock.tokens:
         found.append(f"tokens: {made} and {stock.tokens}")

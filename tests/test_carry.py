@@ -95,6 +95,14 @@ def test_a_turn_that_is_broken_off(n: int, pattern: str) -> None:
     assert checks.broken_off_differences(SPEC, FIRST, pattern, n) == []
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_a_stop_shortly_before_the_end(n: int, left: int) -> None:
+    """When nothing more would have been drafted there is no draft to take back."""
+    found = checks.broken_off_differences(SPEC, FIRST, "1", n, max_tokens=n + left)
+    assert found == []
+
+
 def test_a_cache_of_stock_s_starts_the_drafter_cold_and_says_so() -> None:
     caches = oracle.stock(checks.model_of(SPEC), FIRST, 7).caches
     _, stats = turn(caches, SECOND)

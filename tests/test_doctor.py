@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import checkpoints
 import families
 import mlx.core as mx
+import mlx_lm
 import pytest
 from checkpoints import save
 from tiny import Spec
@@ -20,6 +22,7 @@ from mlx_lm_mtp import cli, errors
 from mlx_lm_mtp.doctor import examine, report, verdict
 from mlx_lm_mtp.doctor.findings import Findings
 from mlx_lm_mtp.doctor.verdict import BROKEN, DOES_NOT_PAY, WORKS, expected, judge
+from mlx_lm_mtp.heads import head_of
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -63,6 +66,34 @@ def write_windowed(path: Path) -> Path:
     return path
 
 
+def write_uneven(path: Path) -> None:
+    """The bundled checkpoint with a final norm that turns the sign of every other
+    channel.
+
+    Its own norm is nearly flat, so that hidden states before and behind it differ in
+    length alone, which the head takes out again. Here the lm_head turns the signs back,
+    exactly: the trunk says what it said, and so does a head that is given hidden states
+    from *before* the norm.
+    """
+    model, _ = mlx_lm.load(str(BUNDLED))
+    trunk, head = families.parameters(model), families.parameters(head_of(model))
+    name = "language_model.model.norm.weight"
+    by = mx.array([1.0, -1.0] * (trunk[name].size // 2), dtype=trunk[name].dtype)
+    trunk["language_model.lm_head.weight"] = (
+        trunk["language_model.model.embed_tokens.weight"] * by
+    )
+    trunk[name] = trunk[name] * by
+    head["norm.weight"] = head["norm.weight"] * by  # it shares the lm_head
+    save(path / "model.safetensors", trunk, "mlx")
+    write_sidecar(path, head)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / file, path)
+    config = json.loads((BUNDLED / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part["tie_word_embeddings"] = False
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def write_sidecar(path: Path, head: dict[str, mx.array]) -> None:
     save(path / "mtp.safetensors", {f"mtp.{k}": v for k, v in head.items()}, "mlx")
 
@@ -99,6 +130,19 @@ def test_the_bundled_checkpoint(doctor: Doctor, tmp_path: Path) -> None:
     assert found["expected_speed"].keys() == {"1", "2", "3", "4"}
     k = found["recommended_k"]
     assert f"--num-draft-tokens {k}." in line(out, "what to do") or code == DOES_NOT_PAY
+
+
+def test_the_better_hidden_states_are_found(doctor: Doctor, tmp_path: Path) -> None:
+    """On the bundled checkpoint both are the same, and would be if one was ignored."""
+    write_uneven(tmp_path)
+    code, out, _ = doctor(tmp_path, "--tokens", 48, "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    post, pre = (found["acceptance"][h] for h in ("post_norm", "pre_norm"))
+    assert pre[0] > 0.8 > 0.5 > post[0]
+    assert found["family_hidden"] == "post_norm" and found["hidden"] == "pre_norm"
+    assert "(pre_norm, used)" in out
+    said = line(out, "what to do")
+    assert said.endswith(" --draft-option hidden=pre_norm.") or code == DOES_NOT_PAY
 
 
 def test_json_on_the_terminal_is_all_there_is(doctor: Doctor, tmp_path: Path) -> None:

@@ -227,20 +227,37 @@ def test_a_cuda_kernel_that_is_far_from_stock_is_not_used() -> None:
 @pytest.mark.parametrize("shapes", [SHAPES, MASKED, VECTOR], ids=str)
 def test_a_cuda_kernel_that_is_near_stock_is_used(shapes: Any) -> None:
     """It adds up in another order, and leaves out what is masked."""
-    widths = []
 
     def run(*call: Any) -> Any:
-        widths.append(call[0].shape[1])
         y, last = stock()(*call)
         y = y if call[-1] is None else y * call[-1][..., None, None]
         return y * (1 + 2**-9), last * (1 + 2**-20)
 
     near = usual()._replace(name=f"near {shapes}", run=run)
-    long = shapes._replace(
-        **{n: (x[0], 40, *x[2:]) for n, x in shapes._asdict().items() if n in "qvg"}
-    )
-    assert self_check.fault_of_outputs(near, usual(), long) == ""
-    assert widths == [16]
+    assert self_check.fault_of_outputs(near, usual(), shapes) == ""
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, MASKED, VECTOR], ids=str)
+def test_prompts_of_any_length_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch, shapes: Any
+) -> None:
+    """With a stand-in for CUDA, whose kernel loops over any number of tokens."""
+    seen = []
+
+    def fault(cuda: Any, stock: Any, shapes: Any) -> str:
+        seen.append(shapes)
+        return ""
+
+    monkeypatch.setattr(recurrence, "on_cuda", lambda: True)
+    monkeypatch.setattr(recurrence, "of_cuda", usual)
+    monkeypatch.setattr(recurrence, "fault_of_outputs", fault)
+    for tokens in (16, 17, 40, 512):
+        long = {
+            n: (x[0], tokens, *x[2:]) for n, x in shapes._asdict().items() if n in "qvg"
+        }
+        recurrence._arithmetic(stock(), shapes._replace(**long), "auto")
+    assert len(seen) == 4 and len(set(seen)) == 1
+    assert seen[0].q[1] == 16
 
 
 def test_a_kernel_is_refused_where_there_is_none() -> None:

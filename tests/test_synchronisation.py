@@ -12,7 +12,9 @@ import mlx.core as mx
 import oracle
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
+from scripted import Scripted
 from tiny import VOCAB, Spec
 
 from mlx_lm_mtp import DraftOptions, Tally, draft_generate_step
@@ -180,3 +182,70 @@ def test_nothing_is_drafted_ahead_that_will_not_be_verified(ends: bool) -> None:
     steps = list(drafter.run(8 if ends else 4, stats=stats, eos_token_ids=eos))
     assert len(steps) == (3 if ends else 4)
     assert drafter.calls == ["draft"] and stats.rounds == 1
+
+
+# --- drafting ahead, and stopping there ---------------------------------------------
+
+
+class Rewinds(Scripted):
+    """Says what a script says, and keeps the contract of who can go back."""
+
+    gives = frozenset({"rewind"})
+
+    def begin(self) -> None:
+        super().begin()
+        self.drafted = False
+
+    def draft(self, token: mx.array, k: int) -> Proposal:
+        self.drafted = True
+        return super().draft(token, k)
+
+    def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        assert tokens.shape[1], "nothing was kept"
+        self.last, self.drafted = tokens.shape[1], False
+        super().observe(tokens, hidden)
+
+    def rewind(self, tokens: int) -> None:
+        assert self.drafted, "there is no draft to take back"
+        assert tokens < self.last
+        self.seen = self.seen[: len(self.seen) - tokens]
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ring": {"max_kv_size": 20},
+    "quantises": {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 18},
+}
+
+
+def stopped(kind: type[Scripted], pattern: str, stop: int, limit: str, n: int) -> Any:
+    """A generation that its caller ends: its statistics, and what the drafter saw."""
+    model = checks.model_of(Spec("qwen3"))
+    more = LIMITS[limit]
+    truth = oracle.stock(model, PROMPT, 60, **more).tokens
+    caches = make_prompt_cache(model, max_kv_size=more.get("max_kv_size"))
+    drafter, tally = kind(truth, checks.right_where(pattern)), Tally()
+    made = checks.drafted(
+        model,
+        PROMPT,
+        n,
+        drafter,
+        stop=stop,
+        caches=caches,
+        stats=tally,
+        **{k: v for k, v in more.items() if k != "max_kv_size"},
+    )
+    theirs = oracle.stock(model, PROMPT, len(made.tokens), **more)
+    assert checks.result_differences(made, theirs) == []
+    assert drafter.seen == made.tokens
+    return tally.stats.rounds, tally.stats.undrafted, tally.stats.drafted
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("pattern", ["1", "110", "11010", "0"])
+def test_ahead_is_as_far_as_one_comes_without(limit: str, pattern: str) -> None:
+    """Rounds, drafts, and rounds without drafts are those of who cannot go back."""
+    for n in (3, 4, 5, 20):
+        for stop in (*range(1, min(n, 16)), 99):
+            plain = stopped(Scripted, pattern, stop, limit, n)
+            assert stopped(Rewinds, pattern, stop, limit, n) == plain, (n, stop)

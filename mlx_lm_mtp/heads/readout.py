@@ -64,14 +64,14 @@ class CheapReadout(Readout):
         self._vocabulary = self._lm_head.weight.shape[0]
         self._cuts = 0 < shortlist < self._vocabulary
         source = [value for _, value in tree_flatten(used.parameters())]
-        known, key = _copies_of(head), (bits, shortlist)
-        copied, self._frequent = known.get(key, ([], None))
+        known, key = _copies_of(head), (bits, shortlist, id(tokenizer))
+        copied, self._frequent, _ = known.get(key, ([], None, None))
         if not _same(copied, source):  # an adapter has replaced it since, say
             ids = None
             if self._cuts:
                 ids = _likely(tokenizer, shortlist, self._vocabulary)
             self._frequent = Copy.of(self._lm_head, bits, ids)
-            known[key] = source, self._frequent
+            known[key] = source, self._frequent, tokenizer
         self.begin()
 
     def begin(self) -> None:
@@ -156,8 +156,9 @@ class Copy(NamedTuple):
         return found if self.bias is None else found + self.bias
 
 
-# (bits, shortlist) -> the arrays that were copied from, and the copy.
-_Copies = dict[tuple[int, int], tuple[list[mx.array], Copy]]
+# (bits, shortlist, tokenizer) -> the arrays that were copied from, the copy, and the
+# tokenizer, so that no other one takes its identity.
+_Copies = dict[tuple[int, int, int], tuple[list[mx.array], Copy, Any]]
 _copies: ByModel[_Copies] = ByModel()
 
 

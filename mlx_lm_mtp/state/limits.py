@@ -14,7 +14,11 @@ QUANTIZES = "the KV cache is about to be quantised"
 
 
 def width_limit(
-    caches: Sequence[Any], *, quantized_kv_start: int | None, one_forward: bool
+    caches: Sequence[Any],
+    *,
+    quantized_kv_start: int | None,
+    one_forward: bool,
+    taken_back: int = 0,
 ) -> tuple[int | None, str]:
     """How many inputs a verify may feed, and why not more; None is no limit.
 
@@ -23,6 +27,12 @@ def width_limit(
     differ from stock's; and it cannot be trimmed. Fed one by one, tokens are no
     trouble. A KV cache is quantised by stock after the token that takes it to
     `quantized_kv_start`, so no round runs past it.
+
+    Args:
+        caches: The target's.
+        quantized_kv_start: See above; None for caches that stay as they are.
+        one_forward: Whether all inputs are fed at once.
+        taken_back: Inputs that the caches hold now, and will not hold then.
     """
     turning = rings(caches) if one_forward else []
     limits = [(ring.max_size - ring.offset - 1, FULL_RING) for ring in turning]
@@ -33,7 +43,7 @@ def width_limit(
             if hasattr(c, "to_quantized") and not isinstance(c, QuantizedKVCache)
         ]
     limit, reason = min(limits, default=(None, ""))
-    return (limit if limit is None else max(limit, 1)), reason
+    return (None if limit is None else max(limit + taken_back, 1)), reason
 
 
 def rings(caches: Sequence[Any]) -> list[RotatingKVCache]:

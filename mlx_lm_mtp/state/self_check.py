@@ -19,7 +19,6 @@ _INPUTS = 3  # random ones, to compare on
 # How far CUDA's kernel may be from stock's ops, which add up in another order: y, which
 # is rounded to 8 bits of mantissa at worst, and the state.
 _CLOSE = (1e-2, 1e-3)
-_WIDTH = 16  # tokens that this is looked at for; the kernel loops over any number
 
 
 @functools.cache
@@ -34,7 +33,7 @@ def fault_of_states(arithmetic: Arithmetic, shapes: Shapes) -> str:
 @functools.cache
 def fault_of_outputs(cuda: Arithmetic, stock: Arithmetic, shapes: Shapes) -> str:
     """What is wrong with the outputs of CUDA's kernel; empty if nothing is."""
-    found = _faults(lambda: _compare_outputs(cuda, stock, shapes.cut(_WIDTH)))
+    found = _faults(lambda: _compare_outputs(cuda, stock, shapes))
     if found:
         _warn(f"CUDA's gated-delta kernel is not used: {found}; stock's ops are")
     return found
