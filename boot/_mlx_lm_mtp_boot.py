@@ -24,6 +24,8 @@ TARGETS: "tuple[str, ...]" = (
     "mlx_lm.convert",
     "mlx_lm.generate",
     "mlx_lm.server",
+    "mlx_lm.chat",
+    "mlx_lm.benchmark",
 )
 """The stock modules that get patched, in the order in which mlx-lm executes them."""
 

@@ -20,6 +20,7 @@ from . import (
     stock_cli,
     stock_convert,
     stock_server,
+    stock_tools,
     wrapping,
 )
 from .errors import UnsupportedVersion
@@ -54,6 +55,8 @@ _WRAPPERS: dict[str, dict[str, Wrapper]] = {
 # Modules of which more than functions is wrapped, once they are imported.
 _SEEN_THROUGH: dict[str, Callable[[ModuleType], None]] = {
     "mlx_lm.server": stock_server.see_through,
+    "mlx_lm.chat": stock_tools.chat,
+    "mlx_lm.benchmark": stock_tools.benchmark,
 }
 
 
@@ -77,12 +80,12 @@ def install() -> None:
 def uninstall() -> None:
     """Undo :func:`install`: every patched name is the stock object again."""
     boot.disable()
+    wrapping.unwrap_all()  # first, for some of these are wrapped once more
     while _applied:
         stock, ours = _applied.pop()
         # Modules that were imported since have copied the name: look for the object.
         for owner, name in list(_holders(ours)):
             setattr(owner, name, stock)
-    wrapping.unwrap_all()
 
 
 def patch(module: ModuleType) -> None:

@@ -34,6 +34,7 @@ def requested() -> dict[str, Any]:
     return {
         "draft": args.draft,
         "draft_options": options_of(args),
+        "num_draft_tokens": args.num_draft_tokens,
     }
 
 
@@ -65,15 +66,22 @@ def report(stats: DraftStats) -> None:
         ) from None
 
 
-def setup_arg_parser(stock: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap stock's function of that name: its parser knows our arguments."""
+def setup_arg_parser(
+    stock: Callable[[], Any], *, counts: bool = False
+) -> Callable[[], Any]:
+    """Wrap stock's function of that name: its parser knows our arguments.
+
+    Args:
+        stock: The function.
+        counts: Whether stock's parser lacks `--num-draft-tokens`.
+    """
 
     @functools.wraps(stock)
     def wrapper() -> argparse.ArgumentParser:
         parser = stock()
         # Should stock come to have the option itself, we stand back.
         if "--mtp" not in parser.format_usage():
-            add_arguments(parser)
+            add_arguments(parser, counts=counts)
             parser.parse_args = _noting(parser, parser.parse_args)  # type: ignore[method-assign]
         return parser
 
@@ -89,10 +97,10 @@ def main(stock: Callable[[], None]) -> Callable[[], None]:
         try:
             stock()
         except DraftError as error:
-            sys.exit(f"mlx_lm.generate: error: {error}")
+            sys.exit(f"{stock.__module__}: error: {error}")
         except (RuntimeError, ValueError) as error:
             if requested() and (reason := _reason(error)):
-                sys.exit(f"mlx_lm.generate: error: {reason}")
+                sys.exit(f"{stock.__module__}: error: {reason}")
             raise
         finally:
             _arguments.reset(token)
@@ -118,11 +126,14 @@ def _reason(error: Exception) -> str | None:
     return None
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, statistics: bool = True) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, *, counts: bool = False, statistics: bool = True
+) -> None:
     """Add `--mtp` and its companions.
 
     Args:
         parser: One of stock's.
+        counts: Whether with the number of drafts, which not all of them have.
         statistics: Whether with a file for them, which one generation can fill.
     """
     group = parser.add_argument_group("drafting (mlx-lm-mtp)")
@@ -146,6 +157,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, statistics: bool = True) -
         help="Where the MTP head is, if not with the model: a folder, a file, or a "
         "repository, of which only the files with the head are fetched.",
     )
+    if counts:
+        group.add_argument(
+            "--num-draft-tokens",
+            metavar="K",
+            type=int,
+            default=DraftOptions.num_draft_tokens,
+            help="Drafts a round (0: none).",
+        )
     group.add_argument(
         "--draft-option",
         metavar="NAME=VALUE",
@@ -205,6 +224,11 @@ def _check(args: argparse.Namespace) -> None:
             f"--draft-model {args.draft_model} cannot go with "
             f"{'--mtp' if args.draft == 'mtp' else '--draft ' + args.draft}; "
             "choose one way of drafting."
+        )
+    if getattr(args, "batch_size", 1) > 1:
+        raise InvalidOption(
+            f"--batch-size {args.batch_size} cannot go with --mtp or --draft: one "
+            "sequence at a time is drafted for; leave out one of them."
         )
     if getattr(args, "image", ()):
         raise InvalidOption(
