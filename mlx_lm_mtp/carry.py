@@ -8,7 +8,8 @@ stock saves, loads, copies and trims them with the others.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,27 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .drafters.base import Drafter, gives
 from .state.commit import flat
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a server knows around a prompt, which stock's `generate_step` never asks.
+
+    Args:
+        before: Tokens that the prompt cache holds, for logits processors to see as
+            they see the prompt; stock's `generate_step` shows them the prompt alone,
+            its batches show them all.
+        begun: `(V,)`, the log-probabilities from which somebody else has chosen the
+            last token of the prompt; it is then the first that is yielded.
+        checkpoints: Length of a part of the prompt -> what is given that length and
+            copies of all caches behind it.
+    """
+
+    before: Sequence[int] = ()
+    begun: mx.array | None = None
+    checkpoints: Mapping[int, Callable[[int, list[Any]], None]] = field(
+        default_factory=dict
+    )
 
 
 class Carried:

@@ -61,3 +61,12 @@ class NothingToChoose(DraftError):
 
 class CommitError(DraftError):
     """Caches could neither be trimmed, nor committed, nor replayed."""
+
+
+class TakeBack(Exception):
+    """Thrown into a generation at a token that was drafted: it ends before this one.
+
+    Caches are then as behind the token before it, so that somebody else can go on from
+    there by feeding this one. (Behind the last token of a generation there is nothing
+    that could be fed: the next one is chosen, but nobody has seen it.)
+    """

@@ -34,8 +34,9 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
-from .carry import Carried
+from .carry import Around, Carried
 from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
+from .errors import TakeBack
 from .futile import FutileWatch
 from .history import History
 from .noise import SharedNoise
@@ -101,8 +102,7 @@ def draft_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-    checkpoints: Collection[int] = (),
-    on_checkpoint: Callable[[int, list[Any]], None] | None = None,
+    around: Around | None = None,
 ) -> Generator[Step, None, None]:
     """Stock's `generate_step` with drafts: the same tokens, fewer forwards.
 
@@ -121,8 +121,7 @@ def draft_generate_step(
         sampler, logits_processors, max_kv_size, prefill_step_size, kv_bits,
         kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
-        checkpoints, on_checkpoint: Prompt lengths, and what is given each with copies
-            of all caches behind it.
+        around: What is known around the prompt.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
@@ -138,8 +137,7 @@ def draft_generate_step(
     """
     if len(prompt) == 0:
         raise ValueError("prompt is empty; it must have at least one token.")
-    options = options or DraftOptions()
-    stats = stats or Tally()
+    options, stats = options or DraftOptions(), stats or Tally()
     loop = _Loop(
         Target(
             model,
@@ -159,17 +157,8 @@ def draft_generate_step(
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
     )
     step_size = options.prefill_step_size or prefill_step_size
-    started = time.perf_counter()
-    try:
-        told = dict.fromkeys(checkpoints, on_checkpoint)
-        loop.prefill(prompt, step_size, prompt_progress_callback, told)
-        yield from loop.rounds(max_tokens)
-        loop.finalise()
-    except GeneratorExit:
-        loop.finalise()
-        raise
-    finally:
-        loop.close(len(prompt), time.perf_counter() - started)
+    around = around or Around()
+    yield from loop.run(prompt, max_tokens, step_size, prompt_progress_callback, around)
 
 
 class _Loop:
@@ -219,12 +208,38 @@ class _Loop:
         )
         self.judges_at_once = all(map(is_pure, (sampler, *processors)))
         self.quantize = quantize
-        self.timed = Stopwatch(stats.time if options.profile else None)
+        self.timed = Stopwatch(
+            stats.time if options.profile else stats.time_host, waits=options.profile
+        )
         self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
         self.pending: Pending
         self.unobserved: list[Leg] = []
         self.ahead: Ahead | None = None
         self.ended = False
+
+    def run(
+        self,
+        prompt: mx.array,
+        max_tokens: int,
+        step_size: int,
+        progress: Callable[[int, int], None] | None,
+        around: Around,
+    ) -> Generator[Step, None, None]:
+        """All of it: prompt, rounds, and what is left to do when they end."""
+        started = time.perf_counter()
+        self.history.add(mx.array(around.before, dtype=mx.uint32))
+        try:
+            self.prefill(prompt, step_size, progress, around.checkpoints)
+            if around.begun is not None and max_tokens:
+                max_tokens -= 1
+                yield from self._echo(prompt[-1].item(), around.begun)
+            yield from self.rounds(max_tokens)
+            self.finalise()
+        except (GeneratorExit, TakeBack):
+            self.finalise()
+            raise
+        finally:
+            self.close(len(prompt), time.perf_counter() - started)
 
     # --- prefill ------------------------------------------------------------------
 
@@ -233,7 +248,7 @@ class _Loop:
         prompt: mx.array,
         step_size: int,
         progress: Callable[[int, int], None] | None,
-        checkpoints: Mapping[int, Callable[[int, list[Any]], None] | None],
+        checkpoints: Mapping[int, Callable[[int, list[Any]], None]],
     ) -> None:
         """Feed the prompt in chunks, its last token alone, and choose the first x."""
         progress = progress or (lambda done, total: None)
@@ -273,6 +288,13 @@ class _Loop:
             self.history.prompt = self.history.length
             self.drafter.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
+
+    def _echo(self, token: int, logprobs: mx.array) -> Generator[Step, None, None]:
+        """Yield the last token of the prompt, as a round of its own."""
+        self.stats.count(0, 0, self.regime.now)
+        yield token, logprobs, False
+        stopped = self.on_tokens is not None and self.on_tokens([token])
+        self.ended = bool(stopped) or token in self.eos_token_ids
 
     # --- rounds -------------------------------------------------------------------
 
@@ -328,7 +350,11 @@ class _Loop:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
                 tokens.append(token)
-                yield token, logprobs, len(tokens) > 1
+                try:
+                    yield token, logprobs, len(tokens) > 1
+                except TakeBack:
+                    tokens.pop()
+                    raise
                 with self.timed("accept"):
                     more = self._goes_on(judge, tokens)
                     token = judge.token(len(tokens) - 1)

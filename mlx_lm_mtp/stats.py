@@ -53,7 +53,10 @@ class DraftStats:
         unseen_tokens: Of those, how many from an earlier call the drafter never saw.
         seconds: From the first call of the generator to its end, prefill included
             (and whatever the caller does between two tokens).
-        profile: Stage -> seconds, if the option ``profile`` is on.
+        host_seconds: Stage -> seconds that the host was at it. What the device takes
+            for all of them is in ``accept``, where the host waits for the tokens.
+        profile: Stage -> seconds, if the option ``profile`` is on: each stage is then
+            waited for, and ``host_seconds`` is empty.
     """
 
     drafter: str = ""
@@ -84,6 +87,7 @@ class DraftStats:
     resident_tokens: int = 0
     unseen_tokens: int = 0
     seconds: float = 0.0
+    host_seconds: Counter[str] = field(default_factory=Counter)
     profile: Counter[str] = field(default_factory=Counter)
 
     # --- rates ------------------------------------------------------------------------
@@ -258,6 +262,10 @@ class Tally:
         """Add seconds to a stage of the profile."""
         self._changed()["profile"][stage] += seconds
 
+    def time_host(self, stage: str, seconds: float) -> None:
+        """Add seconds of the host to a stage."""
+        self._changed()["host_seconds"][stage] += seconds
+
     def count(self, drafted: int, accepted: int, regime: str = "") -> None:
         """Add one round that drafted and accepted so many tokens in this regime."""
         self._add(rounds=1, verifies=1, tokens=1 + accepted)
@@ -311,6 +319,7 @@ _NAMED = (
     "regime_rounds",
     "regime_drafted",
     "regime_accepted",
+    "host_seconds",
     "profile",
 )
 _RATES = (

@@ -7,6 +7,7 @@ its tokens from `speculative_generate_step`, which sees the request and runs our
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import InvalidOption
+from .errors import InvalidOption, TakeBack
 from .options import DraftOptions
 from .regime import Marks
 from .stats import Tally
@@ -81,6 +82,12 @@ class DraftRequest:
         """Stop now: caches and random state are then those of plain decoding."""
         if self._steps is not None:
             self._steps.close()
+
+    def take_back(self) -> None:
+        """Stop before the last token, which was drafted."""
+        assert self._steps is not None
+        with contextlib.suppress(TakeBack):
+            self._steps.throw(TakeBack())
 
 
 def _plain(
@@ -202,6 +209,8 @@ def _responses(stock_responses: Any, request: DraftRequest) -> Any:
                 request.close()
             response.draft_stats = request.stats.stats
             yield response
+    except TakeBack:
+        request.take_back()
     finally:
         stock_responses.close()
         request.close()

@@ -1,11 +1,13 @@
 """Stock's server with `--mtp` and its companions, by wrapping parts of it.
 
 A request that is alone is drafted for, in a thread of its own that takes turns with
-stock's; requests that come in meanwhile are decoded by stock, in its batch. What stock
+stock's; several are decoded by stock, in its batch. When another one comes in, the one
+that was alone moves there, and when it is the last one left, it moves back. What stock
 serves one by one (requests with a seed, or a quantised cache) is drafted for as well.
 
 The parts: the parser and the check of a request's body are told of drafts; the
-arguments of a generation carry what was asked for; stock's `_serve_single` runs in a
+arguments of a generation carry what was asked for; an :class:`Answer` stands where
+stock's queue of a request stood, so that it can move; stock's `_serve_single` runs in a
 thread, and reads its tokens from our `stream_generate`; what came of it goes into the
 usage of the answer, the log, and ``/v1/draft/stats``.
 """
@@ -13,6 +15,7 @@ usage of the answer, the log, and ``/v1/draft/stats``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -24,16 +27,17 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .errors import DraftError
+from .errors import DraftError, TakeBack
 from .options import DraftOptions
 from .wrapping import wrap
 
 if TYPE_CHECKING:
+    from .carry import Around
+    from .serving.answer import Answer
     from .serving.asked import Asked
     from .serving.serving import Serving
 
 _STATS = "/v1/draft/stats"
-_BATCHED = "several requests were active, which are decoded in one batch"
 _EMBEDDED = "prompts with images are not drafted for"
 _MODEL = "a draft model drafts"
 
@@ -77,7 +81,7 @@ class _Here(threading.local):
     handler: Any = None  # reads a request, and writes its answer
     generator: Any = None  # computes, for all requests of stock's generator
     serving: Serving | None = None  # decodes one request, in turns with the others
-    asked: Asked | None = None  # which asks for this
+    answer: Answer | None = None  # which is told its tokens here
     prompt: Prompt | None = None  # and has this one
 
 
@@ -90,7 +94,10 @@ def serving_of(generator: Any) -> Serving:
     from .serving.serving import Serving
 
     if generator not in _servings:
-        _servings[generator] = Serving(generator.cli_args.decode_concurrency)
+        args = generator.cli_args
+        most = args.decode_concurrency
+        room = max(most, args.prompt_concurrency)
+        _servings[generator] = Serving(generator.requests, most, room)
     return _servings[generator]
 
 
@@ -151,6 +158,13 @@ def _default(args: argparse.Namespace) -> Asked:
     return Asked(draft, DraftOptions.of(options, args.num_draft_tokens))
 
 
+def _nothing() -> Asked:
+    """What somebody asks for who does not know of drafts."""
+    from .serving.asked import Asked
+
+    return Asked(None, DraftOptions())
+
+
 # --- requests, in the threads of the HTTP server ------------------------------------
 
 
@@ -170,7 +184,7 @@ def _arguments(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def arguments(*args: Any, **kwargs: Any) -> Any:
         made = stock(*args, **kwargs)
-        made.asked = getattr(_here.handler, "asked", None)
+        made.asked = getattr(_here.handler, "asked", None) or _nothing()
         return made
 
     return arguments
@@ -252,11 +266,22 @@ def _next_request(stock: Callable[..., Any]) -> Callable[..., Any]:
         turns = serving_of(self).turns
         if timeout is None:
             turns.pass_on()
-            return stock(self, timeout)
+            return _answered(stock(self, timeout))
         with turns.aside():
-            return stock(self, timeout)
+            return _answered(stock(self, timeout))
 
     return next_request
+
+
+def _answered(found: Any) -> Any:
+    """A request with an :class:`Answer` in the place of its queue."""
+    from .serving.answer import Answer
+
+    if found is None or isinstance(found[0], Answer):
+        return found
+    queue, request, args = found
+    args.answer = Answer(queue, request, args)
+    return args.answer, request, args
 
 
 def _next_step(stock: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -265,8 +290,12 @@ def _next_step(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def next_step(self: Any) -> None:
         stock(self)
-        if _here.generator is not None:
-            serving_of(_here.generator).turns.pass_on()
+        if _here.generator is None:
+            return
+        serving = serving_of(_here.generator)
+        if any(answer.moving for answer in serving.batched.values()):
+            raise StopIteration  # stock lets go of it before the next step
+        serving.turns.pass_on()
 
     return next_step
 
@@ -274,18 +303,24 @@ def _next_step(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 def _is_batchable(stock: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(stock)
     def is_batchable(self: Any, args: Any) -> bool:
-        asked = args.asked
-        if not stock(self, args):
-            return False
-        if asked is None or asked.draft is None or not asked.options.num_draft_tokens:
-            return True
-        if serving_of(self).alone:
-            asked.reason = ""
-            return False
-        asked.reason = _BATCHED
-        return True
+        from .serving.asked import BATCHED
+
+        answer, asked, serving = args.answer, args.asked, serving_of(self)
+        answer.batchable = stock(self, args)
+        if not answer.batchable or not answer.drafted:
+            return answer.batchable
+        asked.reason = "" if serving.alone else BATCHED
+        if not asked.explicit:
+            asked.reason = serving.undraftable.get(_subject(args), asked.reason)
+        return bool(asked.reason)
 
     return is_batchable
+
+
+def _subject(args: Any) -> tuple[Any, ...]:
+    """What a drafter is built for."""
+    model, asked = args.model, args.asked
+    return model.model, model.adapter, asked.draft, asked.options
 
 
 def _serve_single(stock: Callable[..., None]) -> Callable[..., None]:
@@ -293,27 +328,27 @@ def _serve_single(stock: Callable[..., None]) -> Callable[..., None]:
     def serve_single(self: Any, request: Any, stream: Any) -> None:
         from mlx_lm.generate import generation_stream
 
-        serving, asked = serving_of(self), request[-1].asked
-        if not serving.working and (asked is None or asked.draft is None):
+        serving, (answer, _, args) = serving_of(self), request
+        if not serving.working and args.asked.draft is None:
             return stock(self, request, stream)
 
         def work() -> None:
-            _here.serving, _here.asked = serving, asked
+            _here.serving, _here.answer = serving, answer
             try:
-                _prepare(asked, self.model_provider)
+                _prepare(args, self.model_provider, serving)
                 # Streams belong to threads; this one has its own for every thread.
                 stock(self, request, generation_stream)
             except DraftError as error:
-                request[0].put(error)  # before a word of an answer: it is an error
+                answer.put(error)  # before a word of an answer: it is an error
             finally:
-                _here.serving = _here.asked = _here.prompt = None
+                _here.serving = _here.answer = _here.prompt = None
 
         serving.start(work)
 
     return serve_single
 
 
-def _prepare(asked: Asked, provider: Any) -> None:
+def _prepare(args: Any, provider: Any, serving: Serving) -> None:
     """Build the drafter, or find out why nothing can be drafted.
 
     Raises:
@@ -321,6 +356,7 @@ def _prepare(asked: Asked, provider: Any) -> None:
     """
     from .stock_api import resolve
 
+    asked = args.asked
     if asked.draft is None or asked.reason:
         return
     if provider.draft_model is not None:
@@ -333,18 +369,50 @@ def _prepare(asked: Asked, provider: Any) -> None:
         if asked.explicit:
             raise
         asked.reason = str(error)
+        serving.undraftable[_subject(args)] = asked.reason
         logging.warning(f"Nothing is drafted: {error}")
 
 
 def _tokenize(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def tokenize(self: Any, *args: Any) -> Any:
-        prompt, segments, types, *rest = stock(self, *args)
+    def tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> Any:
+        answer = args.answer
+        if answer.left is not None:
+            tokens = answer.resume(tokenizer)
+            found = tokens, [tokens], ["assistant"], "normal", None
+        else:
+            found = stock(self, tokenizer, request, args)
+            answer.prompt = found[0]
         if _here.serving is not None:
-            _here.prompt = Prompt(prompt, segments, types, self)
-        return prompt, segments, types, *rest
+            _here.prompt = Prompt(*found[:3], self)
+        else:
+            serving_of(self).joining = answer
+        return found
 
     return tokenize
+
+
+def _machine(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a request that has moved, the stop sequences have seen what it was told."""
+
+    @functools.wraps(stock)
+    def make_state_machine(self: Any, *args: Any) -> Any:
+        from .serving.answer import Resumed
+
+        stop_sequences, text = stock(self, *args)
+        answer = _current()
+        if answer is not None and answer.left is not None:
+            stop_sequences = Resumed(stop_sequences, answer.said[:])
+        return stop_sequences, text
+
+    return make_state_machine
+
+
+def _current() -> Answer | None:
+    """The answer that this thread is at, or is about to put into the batch."""
+    if _here.answer is not None or _here.generator is None:
+        return _here.answer
+    return getattr(serving_of(_here.generator), "joining", None)
 
 
 def _stop(stock: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -373,6 +441,9 @@ def _fetch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def fetch_nearest_cache(self: Any, model: Any, tokens: Any) -> Any:
+        answer = _current()
+        if answer is not None and answer.left is not None:
+            return answer.left.caches, tokens[-1:]
         cache, rest = stock(self, model, tokens)
         if cache is not None and _here.generator is not None:
             _without_drafters(cache, _here.generator.model_provider)
@@ -382,7 +453,10 @@ def _fetch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _insert(stock: Callable[..., None]) -> Callable[..., None]:
-    """What is still to be computed belongs to this thread; others will read it."""
+    """What is still to be computed belongs to this thread; others will read it.
+
+    Of a request that moves, the batch gets the caches.
+    """
 
     @functools.wraps(stock)
     def insert_cache(
@@ -392,6 +466,8 @@ def _insert(stock: Callable[..., None]) -> Callable[..., None]:
             import mlx.core as mx
 
             mx.eval([cache.state for cache in prompt_cache])
+        if _here.answer is not None and _here.answer.moving:
+            return _join(_here.answer, prompt_cache)
         stock(self, model, tokens, prompt_cache, **kwargs)
 
     return insert_cache
@@ -403,19 +479,20 @@ def _insert(stock: Callable[..., None]) -> Callable[..., None]:
 def _stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def stream_generate(*args: Any, **kwargs: Any) -> Any:
-        serving, asked = _here.serving, _here.asked
-        if serving is None or asked is None:
+        serving, answer = _here.serving, _here.answer
+        if serving is None or answer is None:
             return stock(*args, **kwargs)
-        return _in_turns(serving, _responses(stock, asked, kwargs, serving))
+        responses = _responses(stock, answer, kwargs, serving)
+        return _in_turns(serving, answer, responses)
 
     return stream_generate
 
 
 def _responses(
-    stock: Callable[..., Any], asked: Asked, kwargs: dict[str, Any], serving: Serving
+    stock: Callable[..., Any], answer: Answer, kwargs: dict[str, Any], serving: Serving
 ) -> Iterator[Any]:
     """Stock's responses, with drafts if they can be."""
-    progress = kwargs["prompt_progress_callback"]
+    progress, asked = kwargs["prompt_progress_callback"], answer.asked
 
     def in_turns(done: int, total: int) -> None:
         progress(done, total)
@@ -424,9 +501,10 @@ def _responses(
     kwargs["prompt_progress_callback"] = in_turns
     if kwargs.get("input_embeddings") is not None:
         asked.reason = _EMBEDDED
-    if asked.drafter is not None and not asked.reason:
-        return stock(**_drafting(kwargs, asked), **_keeping(kwargs["prompt"]))
-    return stock(**kwargs)
+    if asked.drafter is None or asked.reason:
+        return stock(**kwargs)
+    around = _around(answer, len(kwargs["prompt"]))
+    return stock(**_drafting(kwargs, asked), around=around)
 
 
 def _drafting(kwargs: dict[str, Any], asked: Asked) -> dict[str, Any]:
@@ -439,21 +517,25 @@ def _drafting(kwargs: dict[str, Any], asked: Asked) -> dict[str, Any]:
     )
 
 
-def _keeping(rest: list[int]) -> dict[str, Any]:
-    """Keep what stock's batch would keep of the caches behind a prompt.
+def _around(answer: Answer, rest: int) -> Around:
+    """What a generation is told of what came before the last `rest` tokens."""
+    from .carry import Around
 
-    Args:
-        rest: The tokens that are fed.
-    """
     prompt = _here.prompt
     assert prompt is not None
-    cached = len(prompt.tokens) - len(rest)
+    cached = len(prompt.tokens) - rest
     kinds = prompt.checkpoints(cached)
 
     def keep(length: int, caches: list[Any]) -> None:
         prompt.keep(cached + length, caches, kinds[length])
 
-    return {"checkpoints": tuple(kinds), "on_checkpoint": keep}
+    return Around(
+        # Stock's batch shows logits processors all tokens; whom it would not have
+        # decoded is shown, as by stock, what is fed.
+        before=prompt.tokens[:cached] if answer.batchable else (),
+        begun=answer.left.logprobs if answer.left is not None else None,
+        checkpoints=dict.fromkeys(kinds, keep),
+    )
 
 
 def _without_drafters(cache: list[Any], provider: Any) -> None:
@@ -464,16 +546,45 @@ def _without_drafters(cache: list[Any], provider: Any) -> None:
         del cache[len(make_prompt_cache(provider.model)) :]
 
 
-def _in_turns(serving: Serving, responses: Any) -> Iterator[Any]:
-    """One response a turn, as long as the server runs."""
+def _in_turns(serving: Serving, answer: Answer, responses: Any) -> Iterator[Any]:
+    """One response a turn, as long as the server runs and nobody else comes in."""
     try:
         for response in responses:
             yield response
             if serving.stopped:
                 return
             serving.turns.pass_on()
+            if answer.batchable and response.from_draft and serving.joinable:
+                answer.moving = True
+                with contextlib.suppress(StopIteration):
+                    responses.throw(TakeBack())
+                return
     finally:
         responses.close()
+
+
+def _join(answer: Answer, caches: list[Any]) -> None:
+    """Leave a request to the batch: its caches are behind all but its last token."""
+    from .serving.answer import Left
+
+    serving, prompt = _here.serving, _here.prompt
+    assert serving is not None and prompt is not None
+    _without_drafters(caches, prompt.generator.model_provider)
+    serving.move(answer, Left(caches))
+
+
+def _batch_generator(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock, updated=())
+    def made(*args: Any, **kwargs: Any) -> Any:
+        from .serving.batch import Batch
+
+        generator = _here.generator
+        if generator is None:
+            return stock(*args, **kwargs)
+        draft = functools.partial(generator._serve_single, stream=None)
+        return Batch(serving_of(generator), draft, *args, **kwargs)
+
+    return made
 
 
 _NAMES: dict[str, Callable[[Any], Any]] = {
@@ -481,6 +592,7 @@ _NAMES: dict[str, Callable[[Any], Any]] = {
     "main": _main,
     "GenerationArguments": _arguments,
     "stream_generate": _stream_generate,
+    "BatchGenerator": _batch_generator,
 }
 _METHODS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "APIHandler": {
@@ -496,6 +608,7 @@ _METHODS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "_is_batchable": _is_batchable,
         "_serve_single": _serve_single,
         "_tokenize": _tokenize,
+        "_make_state_machine": _machine,
         "stop_and_join": _stop,
     },
     "TimeBudget": {"__next__": _next_step},

@@ -8,6 +8,7 @@ that it is not. Every difference begins with the aspect that differs: `tokens`,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ import mlx_lm_mtp
 from mlx_lm_mtp import draft_generate_step
 from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted, hidden_for
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.errors import TakeBack
 from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.stats import Tally
@@ -286,20 +288,34 @@ def drafter_differences(
 
 
 def broken_off_differences(
-    spec: Spec, prompt: Sequence[int], pattern: str, n: int, **kwargs: Any
+    spec: Spec,
+    prompt: Sequence[int],
+    pattern: str,
+    n: int,
+    *,
+    take_back: bool = False,
+    **kwargs: Any,
 ) -> Differences:
     """A generation that its caller ends after n tokens: the model's entries beside
-    stock's, the drafter's beside those of one that saw no more."""
+    stock's, the drafter's beside those of one that saw no more.
+
+    Args:
+        take_back: End before the n-th token, if it was drafted.
+    """
     model, caches = model_of(spec), _new(model_of(spec))
     truth = oracle.stock(model, prompt, n + 12).tokens
     steered = Steered(head_for(model), Scripted(truth, right_where(pattern)))
     steps = draft_generate_step(
         mx.array(prompt), model, steered, prompt_cache=caches, **kwargs
     )
-    made = [token for token, *_ in _take(steps, n)]
+    taken = list(_take(steps, n))
+    if take_back and taken[-1][2]:
+        with contextlib.suppress(TakeBack):
+            steps.throw(TakeBack())
+        taken.pop()
     steps.close()
-    limited = {k: v for k, v in kwargs.items() if k != "max_tokens"}
-    stock = oracle.stock(model, prompt, n, **limited)
+    made = [token for token, *_ in taken]
+    stock = oracle.stock(model, prompt, len(made))
     found = cache_differences(caches[:-2], stock.caches)
     if made != stock.tokens:
         found.append(f"tokens: {made} and {stock.tokens}")

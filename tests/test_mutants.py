@@ -167,7 +167,10 @@ def broken_off() -> Differences:
         for spec in MODELS
         for pattern in ("1", "0110")
         for n in (2, 5)
-        for difference in broken_off_differences(spec, PROMPT, pattern, n)
+        for take_back in (False, True)
+        for difference in broken_off_differences(
+            spec, PROMPT, pattern, n, take_back=take_back
+        )
     ]
 
 

@@ -11,6 +11,7 @@ from ..options import DraftOptions
 from ..stats import DraftStats, Tally
 
 NONE = "none"
+BATCHED = "several requests were active, which are decoded in one batch"
 _SHOWN = (
     "drafter",
     "num_draft_tokens",
@@ -32,6 +33,7 @@ class Asked:
         tally: Filled while it is answered.
         reason: Why nothing is drafted, once that is known.
         drafter: What drafts, once it is built.
+        batched: Tokens that came from stock's batch.
     """
 
     draft: str | None
@@ -40,6 +42,7 @@ class Asked:
     tally: Tally = field(default_factory=Tally)
     reason: str = ""
     drafter: Any = None
+    batched: int = 0
 
     @property
     def stats(self) -> DraftStats:
@@ -53,6 +56,7 @@ class Asked:
             return {"drafter": None, "reason": self.reason or "nothing was drafted"}
         found = stats.to_dict()
         counts = {"drafted": stats.drafted.total(), "accepted": stats.accepted.total()}
+        counts["batched"] = self.batched
         return {name: found[name] for name in _SHOWN} | counts
 
 

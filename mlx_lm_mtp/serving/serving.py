@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from .answer import Answer, Left
 from .totals import Totals
 from .turns import Turns
 
@@ -15,14 +16,26 @@ class Serving:
     """What drafting adds to one of stock's response generators.
 
     Args:
+        requests: Stock's queue of requests.
         most: Threads that draft at a time; further requests wait.
+        room: Requests that stock's batch decodes at a time.
+
+    Attributes:
+        batched: Sequence in stock's batch -> the request that it answers.
+        joining: The request that is put there next.
+        undraftable: What cannot be drafted for -> why.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, requests: Any, most: int, room: int) -> None:
         self.turns = Turns()
         self.totals = Totals()
         self.stopped = False
+        self.batched: dict[int, Answer] = {}
+        self.joining: Answer
+        self.undraftable: dict[Any, str] = {}
+        self._requests = requests
         self._most = most
+        self._room = room
         # Threads are kept: MLX never gives back the streams of one that has ended.
         self._pool = ThreadPoolExecutor(most, thread_name_prefix="drafting")
         self._changed = threading.Condition()
@@ -50,6 +63,15 @@ class Serving:
         """Whether a thread drafts."""
         with self._changed:
             return self._workers > 0
+
+    @property
+    def joinable(self) -> bool:
+        """Whether there is a batch at work that has room for one more."""
+        return 0 < len(self.batched) < self._room
+
+    def move(self, answer: Answer, left: Left) -> None:
+        """Leave a request to the batch, or to whom there is when its turn comes."""
+        self._requests.put(answer.rest(left))
 
     def start(self, work: Callable[[], Any]) -> None:
         """Run in a thread of its own, in turns with this one, which has its turn."""
