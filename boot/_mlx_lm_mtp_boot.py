@@ -26,6 +26,7 @@ TARGETS: "tuple[str, ...]" = (
     "mlx_lm.server",
     "mlx_lm.chat",
     "mlx_lm.benchmark",
+    "mlx_lm.cache_prompt",
 )
 """The stock modules that get patched, in the order in which mlx-lm executes them."""
 

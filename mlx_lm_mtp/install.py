@@ -48,6 +48,7 @@ _WRAPPERS: dict[str, dict[str, Wrapper]] = {
         "speculative_generate_step": stock_api.speculative_generate_step,
         "stream_generate": stock_api.stream_generate,
         "generate": stock_api.generate,
+        "batch_generate": stock_api.batch_generate,
         "setup_arg_parser": stock_cli.setup_arg_parser,
         "main": stock_cli.main,
     },
@@ -57,6 +58,7 @@ _SEEN_THROUGH: dict[str, Callable[[ModuleType], None]] = {
     "mlx_lm.server": stock_server.see_through,
     "mlx_lm.chat": stock_tools.chat,
     "mlx_lm.benchmark": stock_tools.benchmark,
+    "mlx_lm.cache_prompt": stock_tools.cache_prompt,
 }
 
 

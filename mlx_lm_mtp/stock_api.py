@@ -201,6 +201,23 @@ def generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def batch_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap stock's function of that name: it says that it does not draft."""
+
+    @functools.wraps(stock)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for name in ("draft", "draft_options", "draft_stats"):
+            if kwargs.pop(name, None) is not None:
+                raise InvalidOption(
+                    f"{name} cannot be given to batch_generate, which decodes all "
+                    "prompts in one batch without drafts; leave it out, or call "
+                    "generate or stream_generate for each prompt."
+                )
+        return stock(*args, **kwargs)
+
+    return wrapper
+
+
 def _responses(stock_responses: Any, request: DraftRequest) -> Any:
     """Stock's responses; the last is not given away before the caches are right."""
     try:

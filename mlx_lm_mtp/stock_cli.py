@@ -67,13 +67,15 @@ def report(stats: DraftStats) -> None:
 
 
 def setup_arg_parser(
-    stock: Callable[[], Any], *, counts: bool = False
+    stock: Callable[[], Any], *, counts: bool | None = False, statistics: bool = True
 ) -> Callable[[], Any]:
     """Wrap stock's function of that name: its parser knows our arguments.
 
     Args:
         stock: The function.
-        counts: Whether stock's parser lacks `--num-draft-tokens`.
+        counts: Whether stock's parser lacks `--num-draft-tokens`; None if it lacks it
+            rightly, since nothing is generated.
+        statistics: Whether there are any that could be written to a file.
     """
 
     @functools.wraps(stock)
@@ -81,7 +83,9 @@ def setup_arg_parser(
         parser = stock()
         # Should stock come to have the option itself, we stand back.
         if "--mtp" not in parser.format_usage():
-            add_arguments(parser, counts=counts)
+            add_arguments(parser, counts=bool(counts), statistics=statistics)
+            if counts is None:
+                parser.set_defaults(num_draft_tokens=DraftOptions.num_draft_tokens)
             parser.parse_args = _noting(parser, parser.parse_args)  # type: ignore[method-assign]
         return parser
 

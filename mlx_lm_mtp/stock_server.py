@@ -244,7 +244,13 @@ def _shown(asked: Asked) -> bool:
 def _line(asked: Asked) -> str:
     if not asked.stats.drafted:
         return f"Draft: none, {asked.reason or 'nothing was drafted'}"
-    return f"{asked.stats.summary()}, {asked.stats.tokens} tokens"
+    stats = asked.stats
+    host = ", ".join(f"{stage} {s:.2f}" for stage, s in stats.host_seconds.items() if s)
+    batched = f", and {asked.batched} in a batch" if asked.batched else ""
+    return (
+        f"{stats.summary()}, {stats.tokens} tokens in {stats.rounds} rounds{batched}, "
+        f"seconds of the host: {host}"
+    )
 
 
 # --- the thread that computes, and those that draft ---------------------------------

@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from scripted import Scripted
 
 from mlx_lm_mtp import DraftError, DraftOptions, Tally
+from mlx_lm_mtp.errors import InvalidOption
 
 pytestmark = pytest.mark.usefixtures("plugin")
 PROMPT = "def f(x):"
@@ -280,3 +281,14 @@ def test_stock_s_own_draft_model_still_works(loaded: Any, path: Any) -> None:
     stock = [r.token for r in responses((target, loaded[1]), max_tokens=12)]
     ours = responses((target, loaded[1]), max_tokens=12, draft_model=draft)
     assert [r.token for r in ours] == stock
+
+
+@pytest.mark.parametrize("name", ["draft", "draft_options", "draft_stats"])
+def test_batches_are_not_drafted_for_and_say_so(loaded: Any, name: str) -> None:
+    value = {"draft": "mtp", "draft_options": {}, "draft_stats": Tally()}[name]
+    (model, tokenizer), prompts = loaded, [[1, 2], [3]]
+    said = f"^{name} cannot be given to batch_generate, which decodes all"
+    with pytest.raises(InvalidOption, match=said):
+        mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=3, **{name: value})
+    plain = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=3, draft=None)
+    assert len(plain.texts) == 2

@@ -13,10 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import oracle
 import pytest
 import tiny
 from checks import PROMPT, drafted
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import load_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, save_model
 from oracle import stock
@@ -215,6 +217,44 @@ def test_a_prompt_cache_file_of_stock_s(
     assert ours == theirs.splitlines()
     assert "the drafter has not seen" in told
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("more", [(), ("--kv-bits", 8)], ids=str)
+def test_a_prompt_cache_file_with_what_the_drafter_has_seen(
+    run: Any, tmp_path: Path, more: tuple[Any, ...]
+) -> None:
+    """Drafts go on as if the prompt had just been fed; stock can use the file, too."""
+    prompt, file = "import os\nimport sys\n\n\n", tmp_path / "cache.safetensors"
+    making = ("--model", TRAINED, "--prompt", prompt, "--prompt-cache-file", file)
+    plain = tmp_path / "plain.safetensors"
+    run(*making, *more, "--mtp", script="cache_prompt")
+    run(*making[:-1], plain, *more, script="cache_prompt")
+    ours, stock = (load_prompt_cache(str(f)) for f in (file, plain))
+    assert len(ours) == len(stock) + 2
+    assert oracle.differences(ours[: len(stock)], stock) == []
+    used = ("--prompt", "def main():\\n", "-m", 40)
+    group = ("--kv-group-size", 64) if more else ()
+    cold = run(*used, *group, "--prompt-cache-file", plain, "--mtp").splitlines()
+    warm = run(*used, *group, "--prompt-cache-file", file, "--mtp").splitlines()
+    theirs = run(*used, *group, "--prompt-cache-file", file).splitlines()
+    assert cold[:-1] == warm[:-1] == theirs
+    assert "has not seen" in cold[-1] and "has not seen" not in warm[-1]
+
+
+def test_a_prompt_cache_is_not_made_with_what_cannot_work(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cache.safetensors"
+    making = ("--model", TRAINED, "--prompt", "x", "--prompt-cache-file", file)
+    with pytest.raises(SystemExit) as stop:
+        run(*making, "--mtp", "--draft-option", "deep=1", script="cache_prompt")
+    assert stop.value.code == 2
+    assert "unknown draft option 'deep'" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        run("--help", script="cache_prompt")
+    said = capsys.readouterr().out
+    assert "--mtp-head" in said and "--num-draft-tokens K" not in said
+    assert "--draft-stats" not in said and not file.exists()
 
 
 # --- quantised activations ------------------------------------------------------------

@@ -12,6 +12,8 @@ from .answer import Answer, Left, Request
 from .asked import BATCHED
 from .serving import Serving
 
+_PATIENCE = 4  # steps alone; the next request of a client follows at once, or late
+
 
 class Batch(BatchGenerator):
     """Knows whose tokens it computes.
@@ -31,6 +33,7 @@ class Batch(BatchGenerator):
         super().__init__(*args, **kwargs)
         self._serving = serving
         self._draft = draft
+        self._alone = 0  # steps with one request
         serving.batched.clear()
 
     def insert_segments(self, *args: Any, **kwargs: Any) -> list[int]:
@@ -47,7 +50,9 @@ class Batch(BatchGenerator):
             self._serving.batched[response.uid].asked.batched += 1
             if response.finish_reason is not None:
                 del self._serving.batched[response.uid]
-        if self._serving.alone and len(self._serving.batched) == 1:
+        alone = self._serving.alone and len(self._serving.batched) == 1
+        self._alone = self._alone + 1 if alone else 0
+        if self._alone > _PATIENCE:
             ((uid, answer),) = self._serving.batched.items()
             begun = answer.said and uid in self._generation_batch.uids
             if begun and answer.asked.reason == BATCHED:
