@@ -442,6 +442,19 @@ def _reset(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     return reset
 
 
+def _load(stock: Callable[..., None]) -> Callable[..., None]:
+    """An adapter's weights are lazy, and what is lazy belongs to this thread."""
+
+    @functools.wraps(stock)
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        import mlx.core as mx
+
+        stock(self, *args, **kwargs)
+        mx.eval(self.model.parameters())
+
+    return load
+
+
 def _fetch(stock: Callable[..., Any]) -> Callable[..., Any]:
     """For the batch without what drafters have put behind the model's caches."""
 
@@ -451,6 +464,8 @@ def _fetch(stock: Callable[..., Any]) -> Callable[..., Any]:
         if answer is not None and answer.left is not None:
             return answer.left.caches, tokens[-1:]
         cache, rest = stock(self, model, tokens)
+        if not rest:  # a generator needs a token to begin with: stock's would die
+            return None, tokens
         if cache is not None and _here.generator is not None:
             _without_drafters(cache, _here.generator.model_provider)
         return cache, rest
@@ -618,6 +633,6 @@ _METHODS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "stop_and_join": _stop,
     },
     "TimeBudget": {"__next__": _next_step},
-    "ModelProvider": {"reset": _reset},
+    "ModelProvider": {"reset": _reset, "_load": _load},
     "LRUPromptCache": {"fetch_nearest_cache": _fetch, "insert_cache": _insert},
 }
