@@ -227,7 +227,8 @@ class _Loop:
     ) -> Generator[Step, None, None]:
         """All of it: prompt, rounds, and what is left to do when they end."""
         started = time.perf_counter()
-        self.history.add(mx.array(around.before, dtype=mx.uint32))
+        if around.before:
+            self.history.add(mx.array(around.before, dtype=prompt.dtype))
         try:
             self.prefill(prompt, step_size, progress, around.checkpoints)
             if around.begun is not None and max_tokens:

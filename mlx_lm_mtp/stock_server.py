@@ -462,7 +462,7 @@ def _fetch(stock: Callable[..., Any]) -> Callable[..., Any]:
     def fetch_nearest_cache(self: Any, model: Any, tokens: Any) -> Any:
         answer = _current()
         if answer is not None and answer.left is not None:
-            return answer.left.caches, tokens[-1:]
+            return answer.take(), tokens[-1:]
         cache, rest = stock(self, model, tokens)
         if not rest:  # a generator needs a token to begin with: stock's would die
             return None, tokens
@@ -476,7 +476,8 @@ def _fetch(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _insert(stock: Callable[..., None]) -> Callable[..., None]:
     """What is still to be computed belongs to this thread; others will read it.
 
-    Of a request that moves, the batch gets the caches.
+    Of a request that moves, the batch gets the caches. One that has moved here has
+    been told its first token from elsewhere, so that stock has noted it twice.
     """
 
     @functools.wraps(stock)
@@ -487,8 +488,11 @@ def _insert(stock: Callable[..., None]) -> Callable[..., None]:
             import mlx.core as mx
 
             mx.eval([cache.state for cache in prompt_cache])
-        if _here.answer is not None and _here.answer.moving:
-            return _join(_here.answer, prompt_cache)
+        answer = _here.answer
+        if answer is not None and answer.moving:
+            return _join(answer, prompt_cache)
+        if answer is not None and answer.left is not None:
+            tokens = [*answer.prompt, *answer.said]
         stock(self, model, tokens, prompt_cache, **kwargs)
 
     return insert_cache

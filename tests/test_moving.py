@@ -344,8 +344,8 @@ def test_who_was_alone_joins_the_batch_and_comes_back(
     ours: Server, stock: Server, extra: dict[str, Any]
 ) -> None:
     """Another request comes in, and is answered; the first is drafted for again."""
-    request = {"max_tokens": 400, **extra}
-    other = begun(ours, prompt="import os\n", max_tokens=90)
+    request = {"prompt": "import os\n", "max_tokens": 400, **extra}
+    other = begun(ours, prompt="class A:\n", max_tokens=90)
     mine = streamed(ours, {12: other}, **request)
     beside = other.join()
     same_text(mine, streamed(stock, {}, **request))
@@ -355,9 +355,17 @@ def test_who_was_alone_joins_the_batch_and_comes_back(
     drafted_tokens = 400 - speculation["batched"]
     assert speculation["rounds"] < drafted_tokens
     alone = stock.client.completions.create(
-        **BODY | {"prompt": "import os\n", "max_tokens": 90}
+        **BODY | {"prompt": "class A:\n", "max_tokens": 90}
     )
     assert beside.choices[0].text == alone.choices[0].text
+    # What it left in the prompt cache is found, behind the same tokens.
+    text = request["prompt"] + mine["text"] + " x"
+    again = [at.client.completions.create(**BODY | {"prompt": text, "max_tokens": 9})
+             for at in (ours, stock)]  # fmt: skip
+    assert again[0].choices[0].text == again[1].choices[0].text
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in again]
+    assert cached[0] == cached[1]
+    assert extra or cached[0] > 400  # with all that was said
 
 
 def test_who_began_in_the_batch_is_drafted_for_once_alone(

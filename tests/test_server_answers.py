@@ -150,11 +150,8 @@ def test_reasoning_goes_on_across_a_move(both: tuple[Server, Server]) -> None:
     assert beside == told(stock, **other)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_an_adapter_of_the_server_or_of_a_request(
-    model: Path, tmp_path: Path, kind: str
-) -> None:
-    path = adapter(model, tmp_path / "adapter", kind)
+def test_an_adapter_of_the_server_or_of_a_request(model: Path, tmp_path: Path) -> None:
+    path = adapter(model, tmp_path / "adapter", "lora")
     of_server = server(tmp_path / "a", "--mtp", "--adapter-path", path, model=model)
     bare = server(tmp_path / "b", "--mtp", model=model)
     with (

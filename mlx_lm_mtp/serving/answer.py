@@ -131,6 +131,12 @@ class Answer:
         args.max_tokens -= len(self.said)
         return self, self.request, args
 
+    def take(self) -> list[Any]:
+        """The caches that were left; they are kept here no longer."""
+        assert self.left is not None
+        caches, self.left = self.left.caches, self.left._replace(caches=[])
+        return caches
+
     def resume(self, tokenizer: Any) -> list[int]:
         """All tokens so far; the text goes on where it was."""
         self.moving = False
