@@ -58,15 +58,13 @@ def _add(parser: argparse.ArgumentParser, module: str) -> None:
 def _list_plugins(args: argparse.Namespace) -> None:
     from .plugins import drafters
 
-    found = drafters()
-    rows = [("drafter", "provider", "version")]
-    for name in found:
-        registration = found[name]
-        rows.append((name, registration.provider, registration.version))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    found = [drafters()[name] for name in drafters()]
+    rows = [("drafter", "provider", "version", "hooks")]
+    rows += [(r.name, r.provider, r.version, ", ".join(r.hooks)) for r in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(
-                cell.ljust(w) for cell, w in zip(row, widths, strict=True)
-            ).rstrip()
-        )
+        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+    options = [option for r in found for option in r.described()]
+    print("\noptions (--draft-option NAME=VALUE):")
+    print("\n".join(f"  {option}" for option in options or ["none"]))

@@ -49,7 +49,7 @@ from .state.limits import width_limit
 from .state.recurrence import Recurrence
 from .state.verified import Verified
 from .stats import Tally
-from .target import ONE_ROW, Target
+from .target import ONE_ROW, Forward, Target
 from .verify import Verifier
 
 Step = tuple[int, mx.array, bool]
@@ -361,7 +361,7 @@ class _Loop:
                     token = judge.token(len(tokens) - 1)
                 logprobs = judge.logprobs(len(tokens) - 1)
                 if more and len(tokens) == 1 and self.goes_ahead:
-                    self._go_ahead(judge, inputs, forward.hidden, budget)
+                    self._go_ahead(judge, tokens, forward, budget)
         finally:
             row = judge.row(len(tokens) - 1) if tokens else 0
             self._commit(verified, len(tokens), row)
@@ -370,14 +370,14 @@ class _Loop:
                 seen = len(tokens) - 1 if stopped else drafts.shape[1]
                 self._count(source, judge, seen, len(tokens) - 1)
                 judge.settle(len(tokens))
-                self._keep(inputs, forward.hidden, len(tokens), row)
+                self._keep(tokens, forward.hidden, row)
                 self.regime.follow(tokens)
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, len(tokens) - 1)
         return tokens
 
     def _go_ahead(
-        self, judge: Judge, inputs: mx.array, hidden: mx.array | None, budget: int
+        self, judge: Judge, tokens: Sequence[int], forward: Forward, budget: int
     ) -> None:
         """Let the device draft what follows the inputs that will be kept.
 
@@ -387,11 +387,13 @@ class _Loop:
         kept = 2
         while judge.accepts(kept - 1):
             kept += 1
-        ends = not self.eos_token_ids.isdisjoint(judge.choices()[: kept - 1])
-        width, _ = self._width(budget - kept, taken_back=inputs.shape[1] - kept)
+        accepted = judge.choices()[: kept - 1]
+        ends = not self.eos_token_ids.isdisjoint(accepted)
+        fed = forward.logits.shape[1]
+        width, _ = self._width(budget - kept, taken_back=fed - kept)
         if ends or kept == budget or width == 1:  # there is nothing to draft
             return
-        self._keep(inputs, hidden, kept, 0)
+        self._keep([*tokens, *accepted], forward.hidden, 0)
         self._observe()
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
@@ -404,7 +406,7 @@ class _Loop:
             return Proposal(_no_drafts())
         with mx.stream(self.stream), self.timed("draft") as wait:
             vocabulary = self.pending.logprobs.shape[-1]
-            proposal = self.propose(self.pending.array[None], k, vocabulary)
+            proposal = self.propose(_known([self.pending.token]), k, vocabulary)
             # The device drafts while the verify graph is built.
             mx.async_eval(proposal.tokens, [b.token for b in proposal.branches])
             wait(proposal.tokens)
@@ -460,17 +462,15 @@ class _Loop:
             return None
         return tree.rescue(proposal, kept - 1, self.pending.token)
 
-    def _keep(
-        self, inputs: mx.array, hidden: mx.array | None, n: int, row: int
-    ) -> None:
-        """Note the first n inputs of one path down for the drafter."""
+    def _keep(self, tokens: Sequence[int], hidden: mx.array | None, row: int) -> None:
+        """Note the inputs of one path that are kept down for the drafter."""
+        n = len(tokens)
         if self.ahead is not None:  # it knows them already
             self.ahead = self.ahead._replace(yielded=n)
             return
         with mx.stream(self.stream):
-            one = slice(row, row + 1)
-            kept = None if hidden is None else hidden[one, :n]
-            self.unobserved.append(Leg(inputs[one, :n], kept))
+            kept = None if hidden is None else hidden[row : row + 1, :n]
+            self.unobserved.append(Leg(_known(tokens), kept))
 
     def _observe(self) -> None:
         """Show the drafter the inputs that were kept."""
@@ -495,7 +495,7 @@ class _Loop:
         if isinstance(source, Branch):
             self.stats.count_rescue(source.position, drafted, accepted)
             return
-        self.stats.count(drafted, accepted, self.regime.now)
+        self.stats.count(drafted, accepted, self.regime.now, source.origins)
         self.watch.count(drafted, accepted)
         if drafted and self.noise.unguided:
             self.stats.count_unguided(self.noise.unguided)
@@ -525,6 +525,11 @@ class _Loop:
         """Note what is known only at the end: after `prompt` tokens and `seconds`."""
         resident = self.carried.resident or prompt + self.stats.tokens
         self.stats.note(resident_tokens=resident, seconds=self.stats.seconds + seconds)
+
+
+def _known(tokens: Sequence[int]) -> mx.array:
+    """`(1, n)` tokens for the drafter, who can read them without waiting."""
+    return mx.array([tokens], dtype=mx.uint32)
 
 
 def _no_drafts() -> mx.array:

@@ -7,7 +7,7 @@ point in the group ``mlx_lm_mtp``::
 
     @hookimpl
     def mlx_lm_mtp_register_drafters(register):
-        register("mine", lambda context: MyDrafter(context.model))
+        register("mine", lambda context: MyDrafter(context.model), contract=1)
 
 Hooks only register. Drafting itself calls plain methods
 (:class:`mlx_lm_mtp.drafters.base.Drafter`), and no array ever goes through a hook.
@@ -15,8 +15,7 @@ Hooks only register. Drafting itself calls plain methods
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
 
@@ -29,13 +28,37 @@ hookspec = pluggy.HookspecMarker(NAME)
 hookimpl = pluggy.HookimplMarker(NAME)
 
 
+class Register(Protocol):
+    """What the hook is given."""
+
+    def __call__(
+        self,
+        name: str,
+        factory: DrafterFactory,
+        *,
+        options: type | None = None,
+        contract: int = 1,
+    ) -> None:
+        """Register one drafter.
+
+        Args:
+            name: As users type it; letters, digits, ``-`` and ``_``.
+            factory: Builds the drafter from a
+                :class:`~mlx_lm_mtp.drafters.base.DraftContext`.
+            options: A frozen dataclass with a default for each field, made with
+                :func:`mlx_lm_mtp.option`. Users set a field as ``name.field=value``,
+                and the factory finds an instance in ``context.own``.
+            contract: The version of the drafter contract that it was written for.
+
+        Raises:
+            PluginError: If the name is taken, or the registration cannot work.
+        """
+
+
 @hookspec
-def mlx_lm_mtp_register_drafters(
-    register: Callable[[str, DrafterFactory], None],
-) -> None:
+def mlx_lm_mtp_register_drafters(register: Register) -> None:
     """Call ``register(name, factory)`` for every drafter that the plugin brings.
 
     Args:
-        register: Takes a name, as users type it, and a factory that builds the drafter
-            from a :class:`~mlx_lm_mtp.drafters.base.DraftContext`.
+        register: See :class:`Register`.
     """

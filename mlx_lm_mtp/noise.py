@@ -102,6 +102,7 @@ class SharedNoise:
 
     def _choose(self, logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
         """See :class:`.base.Choose`."""
+        logits = self._fitted(logits)
         self._check(logits, drafted)
         position = drafted.shape[1]
         if self.unguided == self._always:  # nothing was raised in this round
@@ -138,6 +139,18 @@ class SharedNoise:
 
         tokens = in_turn(logprobs, n, sampled)
         return Choices(tokens[None], mx.exp(logprobs[:, tokens[0, 0]])[None])
+
+    def _fitted(self, logits: mx.array) -> mx.array:
+        """Logits over the target's vocabulary.
+
+        A draft model of one family may have a few rows more or fewer.
+        """
+        beyond = self._vocabulary - logits.shape[-1]
+        if beyond <= 0:
+            return logits[..., : self._vocabulary]
+        shape = (*logits.shape[:-1], beyond)
+        none = mx.full(shape, -mx.inf, dtype=logits.dtype)
+        return mx.concatenate([logits, none], axis=-1)
 
     def _check(self, logits: mx.array, drafted: mx.array) -> None:
         shapes = tuple(getattr(a, "shape", None) for a in (logits, drafted))

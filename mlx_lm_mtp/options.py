@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from os import PathLike
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from . import declared
+from .declared import option
 from .errors import InvalidOption
-
-_SWITCH = {"true": True, "false": False}
-
-
-def _choice(default: str, *others: str, help: str) -> Any:
-    return field(
-        default=default, metadata={"choices": (default, *others), "help": help}
-    )
-
-
-def _number(
-    default: float, least: float, most: float | None = None, *, help: str
-) -> Any:
-    """An integer or a float, whichever the default is."""
-    return field(default=default, metadata={"least": least, "most": most, "help": help})
-
-
-def _text(help: str) -> Any:
-    return field(default="", metadata={"text": True, "help": help})
-
-
-def _switch(help: str) -> Any:
-    return field(default=False, metadata={"switch": True, "help": help})
 
 
 @dataclass(frozen=True)
@@ -75,43 +53,72 @@ class DraftOptions:
             leaves it to the drafter.
         prefill_step_size: Prompt tokens in one forward; 0 leaves it to the argument
             of that name.
+        of_drafters: Options that drafters declare, ``(drafter.option, value)`` each;
+            in a mapping they stand under that name, like the others.
 
     Raises:
         InvalidOption: If a value is out of range, or two options cannot combine.
     """
 
     num_draft_tokens: int = 3
-    depth: str = _choice("fixed", "confidence", help="how many tokens are drafted")
-    tau: float = _number(0.4, 0, 1, help="confidence below which drafting ends")
-    reads: str = _choice("each", "once", help="how confidences are read")
-    paths: int = _number(1, 1, help="paths verified side by side")
-    rescue: int = _number(0, 0, 2, help="positions at which second choices are tried")
-    draft_sampling: str = _choice(
-        "shared", "greedy", help="how drafts are chosen when the target samples"
+    depth: str = option(
+        "fixed", choices=("fixed", "confidence"), help="how many tokens are drafted"
     )
-    draft_head_bits: int = _number(
-        0, 0, 8, help="bits of a copy of the lm_head that drafts are read from, 0: none"
+    tau: float = option(
+        0.4, least=0, most=1, help="confidence below which drafting ends"
     )
-    shortlist: int = _number(0, 0, help="most frequent tokens to draft out of, 0: all")
-    probe: int = _number(0, 0, help="best choices among which tokens are looked for")
-    profile: bool = _switch("measure the seconds of each stage")
-    verify: str = _choice("batch", "step", help="how drafts are verified")
-    capture: str = _choice(
-        "auto", "states", "replay", help="how recurrent states are taken back"
+    reads: str = option(
+        "each", choices=("each", "once"), help="how confidences are read"
     )
-    recurrence: str = _choice(
-        "auto", "kernel", "stock", help="what computes gated-delta layers on CUDA"
+    paths: int = option(1, least=1, help="paths verified side by side")
+    rescue: int = option(
+        0, least=0, most=2, help="positions at which second choices are tried"
     )
-    head: str = _text("folder, file or repository of the MTP head")
-    hidden: str = _choice(
-        "auto", "post_norm", "pre_norm", help="hidden states that the drafter is given"
+    draft_sampling: str = option(
+        "shared",
+        choices=("shared", "greedy"),
+        help="how drafts are chosen when the target samples",
     )
-    prefill_step_size: int = _number(0, 0, help="prompt tokens a forward, 0: as given")
+    draft_head_bits: int = option(
+        0,
+        least=0,
+        most=8,
+        help="bits of a copy of the lm_head that drafts are read from, 0: none",
+    )
+    shortlist: int = option(
+        0, least=0, help="most frequent tokens to draft out of, 0: all"
+    )
+    probe: int = option(
+        0, least=0, help="best choices among which tokens are looked for"
+    )
+    profile: bool = option(False, help="measure the seconds of each stage")
+    verify: str = option(
+        "batch", choices=("batch", "step"), help="how drafts are verified"
+    )
+    capture: str = option(
+        "auto",
+        choices=("auto", "states", "replay"),
+        help="how recurrent states are taken back",
+    )
+    recurrence: str = option(
+        "auto",
+        choices=("auto", "kernel", "stock"),
+        help="what computes gated-delta layers on CUDA",
+    )
+    head: str = option("", help="folder, file or repository of the MTP head")
+    hidden: str = option(
+        "auto",
+        choices=("auto", "post_norm", "pre_norm"),
+        help="hidden states that the drafter is given",
+    )
+    prefill_step_size: int = option(
+        0, least=0, help="prompt tokens a forward, 0: as given"
+    )
+    of_drafters: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         _check_count(self.num_draft_tokens)
-        for option in fields(self):
-            _check(option.name, getattr(self, option.name), option.metadata)
+        declared.check(self)
         if self.paths > 1:
             self._check_paths()
         if self.draft_head_bits in (1, 7):
@@ -148,11 +155,20 @@ class DraftOptions:
     @property
     def unusual(self) -> tuple[str, ...]:
         """The options that have another value than their default, ``name=value``."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata}
+        changed = {n: v for n, v in values.items() if v != getattr(type(self), n)}
         return tuple(
-            f"{f.name}={str(getattr(self, f.name)).lower()}"
-            for f in fields(self)
-            if f.metadata and getattr(self, f.name) != f.default
+            f"{name}={str(value).lower()}"
+            for name, value in (changed | dict(self.of_drafters)).items()
         )
+
+    def of_drafter(self, name: str) -> dict[str, Any]:
+        """The options of the drafter of that name, without it before theirs."""
+        return {
+            option.removeprefix(f"{name}."): value
+            for option, value in self.of_drafters
+            if option.startswith(f"{name}.")
+        }
 
     @classmethod
     def of(
@@ -162,30 +178,29 @@ class DraftOptions:
     ) -> DraftOptions:
         """Options from a dataclass or a mapping, with k put on top when given."""
         if not isinstance(options, DraftOptions):
-            options = cls(**_known(options or {}, [f.name for f in fields(cls)]))
+            options = cls(**_split(options or {}, [f.name for f in fields(cls)]))
         if num_draft_tokens is None:
             return options
         return replace(options, num_draft_tokens=num_draft_tokens)
 
     @classmethod
     def parse(cls, assignments: Iterable[str]) -> dict[str, Any]:
-        """``name=value`` strings of the command line as a checked mapping."""
-        texts = dict(_split(text) for text in assignments)
+        """``name=value`` strings of the command line as a checked mapping.
+
+        The options of drafters are checked once these are known.
+        """
+        texts = dict(_assigned(text) for text in assignments)
         known = {f.name: f for f in fields(cls) if f.metadata}
-        _known(texts, list(known))
-        pairs = {name: _value(text, known[name]) for name, text in texts.items()}
-        cls(**pairs)
-        return pairs
+        own = _split(texts, [*known])
+        of_drafters = dict(own.pop("of_drafters"))
+        values = {n: declared.parsed(known[n], text) for n, text in own.items()}
+        cls(**values)
+        return values | of_drafters
 
     @classmethod
     def describe(cls) -> str:
         """One help line a ``--draft-option``, with its values and default."""
-        return "; ".join(
-            f"{f.name}={_values(f)} ({f.metadata['help']}, default: "
-            f"{str(f.default).lower()})"
-            for f in fields(cls)
-            if f.metadata
-        )
+        return "; ".join(declared.describe(cls))
 
 
 def _check_count(k: Any) -> None:
@@ -196,66 +211,19 @@ def _check_count(k: Any) -> None:
         )
 
 
-def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    if "choices" in metadata and value not in metadata["choices"]:
-        choices = ", ".join(metadata["choices"])
-        raise InvalidOption(
-            f"draft option {name} is {value!r}; choose one of: {choices}."
-        )
-    if "text" in metadata and not isinstance(value, str | PathLike):
-        raise InvalidOption(f"draft option {name} is {value!r}; give a path or a name.")
-    if "switch" in metadata and not isinstance(value, bool):
-        raise InvalidOption(f"draft option {name} is {value!r}; give True or False.")
-    if "least" in metadata:
-        _check_number(name, value, metadata["least"], metadata["most"])
-
-
-def _check_number(name: str, value: Any, least: float, most: float | None) -> None:
-    whole = isinstance(getattr(DraftOptions, name), int)
-    kinds = (int,) if whole else (int, float)
-    number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not number or not least <= value <= (value if most is None else most):
-        kind = "an integer" if whole else "a number"
-        upto = "" if most is None else f" and at most {most}"
-        raise InvalidOption(
-            f"draft option {name} is {value!r}; give {kind} of at least {least}{upto}."
-        )
-
-
-def _value(text: str, option: Any) -> Any:
-    """The text of a command line as the option's kind of value, if it is one."""
-    if "choices" in option.metadata or "text" in option.metadata:
-        return text
-    if "switch" in option.metadata:
-        return _SWITCH.get(text.lower(), text)
-    try:
-        return type(option.default)(text)
-    except ValueError:
-        return text  # refused by the check that follows
-
-
-def _values(option: Any) -> str:
-    if "choices" in option.metadata:
-        return "|".join(option.metadata["choices"])
-    if "text" in option.metadata:
-        return "PATH"
-    return "true|false" if "switch" in option.metadata else "N"
-
-
-def _known(options: Any, names: list[str]) -> Mapping[str, Any]:
+def _split(options: Any, known: list[str]) -> dict[str, Any]:
+    """A mapping with what belongs to drafters put together."""
     if not isinstance(options, Mapping):
         raise InvalidOption(
             f"draft_options is {options!r}; give a DraftOptions or a dict of options."
         )
-    for name in options:
-        if name not in names:
-            raise InvalidOption(
-                f"unknown draft option {name!r}; the options are: {', '.join(names)}."
-            )
-    return options
+    ours = {name: value for name, value in options.items() if "." not in str(name)}
+    declared.check_known(ours, known)
+    theirs = tuple((n, value) for n, value in options.items() if n not in ours)
+    return ours | {"of_drafters": (*ours.get("of_drafters", ()), *theirs)}
 
 
-def _split(text: str) -> tuple[str, str]:
+def _assigned(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise InvalidOption(

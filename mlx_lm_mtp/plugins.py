@@ -1,9 +1,18 @@
-"""Finds drafters: loads plugins one by one, and knows who brought which name."""
+"""Finds drafters: loads plugins one by one, and knows who brought which name.
+
+Two environment variables choose among the plugins that are installed, by the name of
+their distribution or of their entry point, several of them separated by commas:
+``MLX_LM_MTP_PLUGINS`` loads no others (but the built-in ones), and
+``MLX_LM_MTP_DISABLE`` leaves some out (built-in ones, too).
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import inspect
+import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from . import hookspecs
-from .errors import PluginError, UnknownDrafter
+from . import declared, hookspecs
+from .drafters.base import CONTRACT
+from .errors import InvalidOption, PluginError, UnknownDrafter
+from .options import DraftOptions
 
 if TYPE_CHECKING:
     from .drafters.base import DrafterFactory
 
 _OURS = "mlx-lm-mtp"
+SELECT = "MLX_LM_MTP_PLUGINS"
+DISABLE = "MLX_LM_MTP_DISABLE"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,26 @@ class Registration:
     factory: DrafterFactory
     provider: str
     version: str
+    options: type | None = None
+    hooks: tuple[str, ...] = ()
+
+    def own(self, options: DraftOptions) -> Any:
+        """The drafter's own options, an instance of what it has declared, or None.
+
+        Raises:
+            InvalidOption: If one is unknown, or has a value it cannot have.
+        """
+        given = options.of_drafter(self.name)
+        if self.options is None:
+            declared.check_known(given, [], f"{self.name}.")
+            return None
+        return declared.of(self.options, given, f"{self.name}.")
+
+    def described(self) -> list[str]:
+        """Its options, in a few words each."""
+        if self.options is None:
+            return []
+        return declared.describe(self.options, f"{self.name}.")
 
 
 class DrafterPlugins:
@@ -45,13 +79,13 @@ class DrafterPlugins:
 
     def load_entry_points(self) -> None:
         """Load every plugin of our entry-point group; a broken one stops no other."""
-        for distribution, entry in _entry_points():
+        for distribution, entry in _chosen(list(_entry_points())):
             try:
                 self.add(entry.load(), distribution.name, distribution.version)
             except (Exception, SystemExit) as error:
                 warnings.warn(
                     f"the mlx_lm_mtp plugin {entry.name!r} of {distribution.name} "
-                    f"{distribution.version} is left out: {error}",
+                    f"{distribution.version} is left out: {_said(error)}",
                     stacklevel=2,
                 )
 
@@ -59,26 +93,54 @@ class DrafterPlugins:
         """Register one plugin and the drafters that it brings.
 
         Raises:
-            PluginError: If a hook of it is misspelt, or a name is taken.
+            PluginError: If a hook of it is misspelt, a name is taken, or it needs a
+                newer contract.
         """
         registered: dict[str, Registration] = {}
         known = self.manager.get_plugins()
 
-        def register(name: str, factory: DrafterFactory) -> None:
-            self._claim(name, factory, provider, registered)
-            registered[name] = Registration(name, factory, provider, version)
+        def register(
+            name: str,
+            factory: DrafterFactory,
+            *,
+            options: type | None = None,
+            contract: int = 1,
+            **unknown: Any,
+        ) -> None:
+            _check_contract(name, contract, unknown)
+            _check_declared(name, factory, options)
+            self._check_free(name, provider, registered)
+            registered[name] = Registration(
+                name, factory, provider, version, options, self._hooks_of(plugin)
+            )
 
         try:
+            self._check_names(plugin)
             if self.manager.register(plugin) is None:
                 return  # blocked by name
             self.manager.check_pending()
+            self._check_hooks(plugin)
             self._hook_of(plugin)(register=register)
         except Exception as error:
-            reason = " ".join(str(error).split())
             if plugin not in known and self.manager.is_registered(plugin):
                 self.manager.unregister(plugin)
-            raise PluginError(reason) from error
+            raise PluginError(_said(error)) from error
         self.registrations |= registered
+
+    def check_options(self, options: DraftOptions) -> None:
+        """See that all options of drafters are declared, and their values possible.
+
+        Raises:
+            InvalidOption: If one is not.
+        """
+        for option, _ in options.of_drafters:
+            name = option.partition(".")[0]
+            if name not in self.registrations:
+                raise InvalidOption(
+                    f"unknown draft option {option!r}; there is no drafter {name!r}, "
+                    f"only: {', '.join(self)}."
+                )
+            self[name].own(options)
 
     def __getitem__(self, name: str) -> Registration:
         """The drafter of that name.
@@ -95,14 +157,9 @@ class DrafterPlugins:
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.registrations))
 
-    def _claim(
-        self, name: str, factory: Any, provider: str, also: dict[str, Registration]
+    def _check_free(
+        self, name: str, provider: str, also: dict[str, Registration]
     ) -> None:
-        if not callable(factory):
-            raise PluginError(
-                f"drafter {name!r} of {provider} is registered with "
-                f"{type(factory).__name__}; a factory that can be called is needed."
-            )
         taken = also.get(name) or self.registrations.get(name)
         if taken:
             raise PluginError(
@@ -110,14 +167,72 @@ class DrafterPlugins:
                 f"{taken.provider}; one of the two must take another name."
             )
 
+    def _check_names(self, plugin: Any) -> None:
+        for name in dir(plugin):
+            ours = name.startswith("mlx_lm_mtp_") and name not in self._known_hooks
+            if ours and inspect.isroutine(getattr(plugin, name)):
+                known = ", ".join(self._known_hooks)
+                raise PluginError(f"{name} is no hook; the hooks are: {known}.")
+
+    def _check_hooks(self, plugin: Any) -> None:
+        """A function that is only named like a hook would be passed over in silence."""
+        if not self._hooks_of(plugin):
+            raise PluginError(
+                f"it implements no hook; decorate {self._known_hooks[0]} with "
+                "@mlx_lm_mtp.hookimpl."
+            )
+
+    @property
+    def _known_hooks(self) -> list[str]:
+        return sorted(n for n in vars(self.manager.hook) if not n.startswith("_"))
+
+    def _hooks_of(self, plugin: Any) -> tuple[str, ...]:
+        callers = self.manager.get_hookcallers(plugin) or []
+        return tuple(caller.name for caller in callers)
+
     def _hook_of(self, plugin: Any) -> Any:
         others = set(self.manager.get_plugins()) - {plugin}
         return self.manager.subset_hook_caller("mlx_lm_mtp_register_drafters", others)
 
 
-def _entry_points() -> Iterator[
-    tuple[importlib.metadata.Distribution, importlib.metadata.EntryPoint]
-]:
+def _check_contract(name: str, contract: Any, unknown: dict[str, Any]) -> None:
+    if not isinstance(contract, int) or contract < 1:
+        raise PluginError(
+            f"drafter {name!r} is registered for contract {contract!r}; give the "
+            "number of the contract that it was written for."
+        )
+    if contract > CONTRACT or unknown:
+        words = f"contract {contract}" if contract > CONTRACT else ", ".join(unknown)
+        raise PluginError(
+            f"drafter {name!r} needs {words}, and this mlx-lm-mtp has contract "
+            f"{CONTRACT}; upgrade mlx-lm-mtp."
+        )
+
+
+def _check_declared(name: Any, factory: Any, options: Any) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise PluginError(
+            f"a drafter is registered under the name {name!r}; letters, digits, - "
+            "and _ can be typed."
+        )
+    if not callable(factory):
+        raise PluginError(
+            f"drafter {name!r} is registered with {type(factory).__name__}; a factory "
+            "that can be called is needed."
+        )
+    if options is not None and not declared.declares(options):
+        raise PluginError(
+            f"the options of drafter {name!r} are {options!r}; a dataclass whose "
+            "fields have a bool, int, float or str as default is needed."
+        )
+
+
+# --- the plugins that are installed -----------------------------------------------
+
+_Installed = tuple[importlib.metadata.Distribution, importlib.metadata.EntryPoint]
+
+
+def _entry_points() -> Iterator[_Installed]:
     seen = set()
     # Ours come first, so that nobody takes the name of a built-in drafter.
     distributions = sorted(importlib.metadata.distributions(), key=_is_foreign)
@@ -129,8 +244,57 @@ def _entry_points() -> Iterator[
                 yield distribution, entry
 
 
+def _chosen(installed: list[_Installed]) -> Iterator[_Installed]:
+    """Those that the environment variables leave; a name of no plugin is told."""
+    selects = _named(SELECT, installed)
+    disables = _named(DISABLE, installed) or frozenset()
+    for distribution, entry in installed:
+        names = _names(distribution, entry)
+        ours = not _is_foreign(distribution)
+        selected = selects is None or ours or names & selects
+        if selected and not names & disables:
+            yield distribution, entry
+
+
+def _named(variable: str, installed: list[_Installed]) -> frozenset[str] | None:
+    """The names in an environment variable, None if it is not set."""
+    if variable not in os.environ:
+        return None
+    given = [part.strip() for part in os.environ[variable].split(",")]
+    names = {_plain(name): name for name in given if name}
+    known = [name for plugin in installed for name in _names(*plugin)]
+    for name in names:
+        if name not in known:
+            warnings.warn(
+                f"{variable} names {names[name]!r}, which is no installed plugin; "
+                f"there are: {', '.join(sorted(set(known)))}",
+                stacklevel=2,
+            )
+    return frozenset(names)
+
+
+def _names(
+    distribution: importlib.metadata.Distribution, entry: importlib.metadata.EntryPoint
+) -> frozenset[str]:
+    return frozenset({_plain(distribution.name), _plain(entry.name)})
+
+
+def _plain(name: str) -> str:
+    """A name as it is compared, whichever of ``-``, ``_`` and ``.`` is written."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def _is_foreign(distribution: importlib.metadata.Distribution) -> bool:
     return distribution.name != _OURS
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, in one line, and of what kind it is if that says more."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    if isinstance(error, PluginError):
+        return text
+    return f"{kind}: {text}" if text else kind
 
 
 @functools.cache

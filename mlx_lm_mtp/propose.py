@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 
@@ -12,22 +11,24 @@ from . import tree
 from .drafters.base import (
     CHAIN,
     OFFERS,
-    Branch,
     Carrying,
     Choose,
+    Continuing,
     Drafter,
     Proposal,
     Rewinding,
     Wanted,
     gives,
 )
-from .errors import DrafterError, InvalidOption
+from .drafters.checked import checked, cut
+from .errors import InvalidOption
 from .noise import SharedNoise
 from .options import DraftOptions
 
 _METHODS = {
     "caches": (Carrying, "suspend() or resume()"),
     "rewind": (Rewinding, "rewind()"),
+    "continues": (Continuing, "draft_behind()"),
 }
 
 
@@ -65,7 +66,7 @@ class Proposer:
                 proposal = self._drafter.draft(token, k)
             else:
                 proposal = self._drafter.draft(token, k, wanted)  # type: ignore[call-arg]
-        proposal = _Check(self._drafter, vocabulary).proposal(proposal, k, wanted)
+        proposal = checked(proposal, self._drafter.name, vocabulary, k, wanted)
         undecided = self._sure < proposal.tokens.shape[1] - 1
         if self._options.depth == "confidence" and undecided:
             proposal = cut(proposal, confident(proposal.confidence, self._options.tau))
@@ -144,24 +145,6 @@ def confident(confidence: mx.array, tau: float) -> int:
     return n
 
 
-def cut(proposal: Proposal, n: int) -> Proposal:
-    """The first n drafts of each path."""
-    k = proposal.tokens.shape[1]
-    if n >= k:
-        return proposal
-    candidates = proposal.candidates
-    return replace(
-        proposal,
-        tokens=proposal.tokens[:, :n],
-        candidates=None if candidates is None else candidates[:, :n],
-        branches=tuple(
-            replace(b, rest=b.rest[:, : n - b.position - 1])
-            for b in proposal.branches
-            if b.position < n
-        ),
-    )
-
-
 def permitted(proposal: Proposal, allowed: Callable[[mx.array], int]) -> Proposal:
     """The proposal without the drafts that logits processors are known to forbid.
 
@@ -176,85 +159,3 @@ def permitted(proposal: Proposal, allowed: Callable[[mx.array], int]) -> Proposa
         if n >= 0:
             branches.append(replace(branch, rest=branch.rest[:, :n]))
     return cut(replace(proposal, branches=tuple(branches)), allowed(first))
-
-
-class _Check:
-    """Checks proposals by shapes and dtypes; values stay unread.
-
-    A token beyond the vocabulary becomes its last one: the embedding would be read out
-    of bounds. Only a token that the target chooses is ever kept.
-    """
-
-    def __init__(self, drafter: Drafter, vocabulary: int) -> None:
-        self._name = drafter.name
-        self._last = vocabulary - 1
-
-    def proposal(self, proposal: Any, k: int, wanted: Wanted) -> Proposal:
-        """What was wanted of the proposal, k drafts at most."""
-        given = isinstance(proposal, Proposal)
-        if not given or not isinstance(proposal.tokens, mx.array):
-            raise DrafterError(
-                f"drafter {self._name!r} returned {type(proposal).__name__} from "
-                "draft(); it must return a Proposal whose tokens are an mx.array."
-            )
-        tokens = self._tokens(proposal.tokens, "(1, k')", lambda s: s[0] == 1)
-        checked = Proposal(
-            tokens,
-            confidence=self._confidence(proposal) if wanted.confidence else None,
-            candidates=self._candidates(proposal) if wanted.candidates else None,
-            branches=self._branches(proposal) if wanted.branches else (),
-        )
-        return cut(checked, k)
-
-    def _confidence(self, proposal: Proposal) -> mx.array:
-        given = proposal.confidence
-        fits = isinstance(given, mx.array) and given.shape == proposal.tokens.shape
-        if not fits or not mx.issubdtype(given.dtype, mx.floating):
-            raise self._error("confidence", given, "real numbers of shape (1, k')")
-        return given
-
-    def _candidates(self, proposal: Proposal) -> mx.array:
-        given, shape = proposal.candidates, proposal.tokens.shape
-        fits = isinstance(given, mx.array) and given.shape[:2] == shape
-        if not fits or given.ndim != 3 or not mx.issubdtype(given.dtype, mx.integer):
-            raise self._error("candidates", given, "integers of shape (1, k', C)")
-        return given
-
-    def _branches(self, proposal: Proposal) -> tuple[Branch, ...]:
-        length = proposal.tokens.shape[1]
-        if not isinstance(proposal.branches, (list, tuple)):
-            raise self._error("branches", proposal.branches, "a tuple of Branch")
-        return tuple(self._branch(branch, length) for branch in proposal.branches)
-
-    def _branch(self, branch: Any, length: int) -> Branch:
-        at = getattr(branch, "position", None)
-        if not isinstance(branch, Branch) or at not in range(length):
-            raise DrafterError(
-                f"drafter {self._name!r} proposed a {type(branch).__name__} at "
-                f"position {at!r}; a Branch at 0 to {length - 1} is needed."
-            )
-        rest = self._tokens(branch.rest, "(1, m)", lambda shape: shape[0] == 1)
-        return Branch(
-            branch.position,
-            self._tokens(branch.token, "(1, 1)", lambda shape: shape == (1, 1)),
-            rest[:, : length - branch.position - 1],
-        )
-
-    def _tokens(
-        self, tokens: Any, shape: str, fits: Callable[[tuple[int, ...]], bool]
-    ) -> mx.array:
-        if not isinstance(tokens, mx.array):
-            raise self._error("tokens", tokens, f"integers of shape {shape}")
-        integers = mx.issubdtype(tokens.dtype, mx.integer)
-        if not integers or tokens.ndim != 2 or not fits(tokens.shape):
-            raise self._error("tokens", tokens, f"integers of shape {shape}")
-        return mx.minimum(tokens.astype(mx.uint32), self._last)
-
-    def _error(self, what: str, given: Any, needed: str) -> DrafterError:
-        if isinstance(given, mx.array):
-            given = f"{given.dtype} {what} of shape {tuple(given.shape)}"
-        else:
-            given = f"{given!r} as {what}"
-        return DrafterError(
-            f"drafter {self._name!r} proposed {given}; {needed} are needed."
-        )

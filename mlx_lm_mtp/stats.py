@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -28,6 +29,8 @@ class DraftStats:
         drafted: Draft position (from 0) -> rounds that drafted so far.
         accepted: Draft position -> rounds that accepted it.
         accept_histogram: Number of accepted drafts -> rounds that accepted so many.
+        origin_drafted, origin_accepted: Drafter -> tokens, where several of them draft
+            the tokens of a round.
         rescues: Draft position -> rounds that went on from a second choice there.
         rescue_drafted, rescue_accepted: Tokens that rescues verified and kept, not
             counting the second choices themselves.
@@ -69,6 +72,8 @@ class DraftStats:
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
     accept_histogram: Counter[int] = field(default_factory=Counter)
+    origin_drafted: Counter[str] = field(default_factory=Counter)
+    origin_accepted: Counter[str] = field(default_factory=Counter)
     rescues: Counter[int] = field(default_factory=Counter)
     rescue_drafted: int = 0
     rescue_accepted: int = 0
@@ -128,6 +133,14 @@ class DraftStats:
         }
 
     @property
+    def acceptance_by_origin(self) -> dict[str, float]:
+        """Accepted / drafted of each of the drafters that draft together."""
+        return {
+            origin: _ratio(self.origin_accepted[origin], drafted)
+            for origin, drafted in self.origin_drafted.items()
+        }
+
+    @property
     def coverage(self) -> list[list[float]]:
         """For each draft position, how often the target's token was among the best 1,
         2, … choices, whether or not the drafts before were right."""
@@ -168,7 +181,8 @@ class DraftStats:
         return (
             f"{head}, {self.mean_acceptance_length:.2f} tokens a round, "
             f"{self.acceptance_rate:.1%} accepted (by position: {positions})"
-            f"{self._regimes()}{self._rescues()}{self._replays()}{self._why()}"
+            f"{self._origins()}{self._regimes()}{self._rescues()}{self._replays()}"
+            f"{self._why()}"
         )
 
     def tables(self) -> list[str]:
@@ -197,6 +211,13 @@ class DraftStats:
         without = self.tokens_per_second_without_replay
         rows.append(("… without replay", f"{without:.1f}", ""))
         return rows
+
+    def _origins(self) -> str:
+        rates = self.acceptance_by_origin.items()
+        return "".join(
+            f", {rate:.1%} of {self.origin_drafted[origin]} by {origin}"
+            for origin, rate in rates
+        )
 
     def _regimes(self) -> str:
         rates = self.acceptance_by_regime.items()
@@ -266,7 +287,13 @@ class Tally:
         """Add seconds of the host to a stage."""
         self._changed()["host_seconds"][stage] += seconds
 
-    def count(self, drafted: int, accepted: int, regime: str = "") -> None:
+    def count(
+        self,
+        drafted: int,
+        accepted: int,
+        regime: str = "",
+        origins: Sequence[str] = (),
+    ) -> None:
         """Add one round that drafted and accepted so many tokens in this regime."""
         self._add(rounds=1, verifies=1, tokens=1 + accepted)
         values = self._changed()
@@ -274,6 +301,8 @@ class Tally:
             values["regime_rounds"][regime] += 1
             values["regime_drafted"][regime] += drafted
             values["regime_accepted"][regime] += accepted
+        values["origin_drafted"].update(origins[:drafted])
+        values["origin_accepted"].update(origins[:accepted])
         values["drafted"].update(range(drafted))
         values["accepted"].update(range(accepted))
         values["accept_histogram"][accepted] += 1
@@ -316,6 +345,8 @@ class Tally:
 _NAMED = (
     "undrafted",
     "unguided",
+    "origin_drafted",
+    "origin_accepted",
     "regime_rounds",
     "regime_drafted",
     "regime_accepted",
@@ -326,6 +357,7 @@ _RATES = (
     "acceptance_rate",
     "acceptance_per_position",
     "acceptance_by_regime",
+    "acceptance_by_origin",
     "mean_acceptance_length",
     "verifies_per_token",
     "direct_commits",

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from .drafters.base import Drafter
 
-_METHODS = ("begin", "prefill", "draft", "observe")
 _STREAM_DOC = """
     Added by mlx-lm-mtp (keyword arguments):
         draft (str or Drafter, optional): What drafts tokens, e.g. ``"mtp"``. The
@@ -128,7 +127,10 @@ def _computed(steps: Generator[Any, None, None], request: DraftRequest) -> Any:
 
 
 def speculative_generate_step(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap stock's function of that name: a request runs our loop."""
+    """Wrap stock's function of that name: a request runs our loop.
+
+    So does a draft model whose rounds stock could not take back.
+    """
 
     @functools.wraps(stock)
     def wrapper(
@@ -136,9 +138,36 @@ def speculative_generate_step(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if isinstance(draft_model, DraftRequest):
             return draft_model.steps(prompt, model, *args, **kwargs)
-        return stock(prompt, model, draft_model, *args, **kwargs)
+        if _trims(model, draft_model, kwargs.get("prompt_cache")):
+            return stock(prompt, model, draft_model, *args, **kwargs)
+        request = _of_draft_model(draft_model, kwargs.pop("num_draft_tokens", 2))
+        return request.steps(prompt, model, *args, **kwargs)
 
     return wrapper
+
+
+def _trims(model: Any, draft_model: Any, prompt_cache: list[Any] | None) -> bool:
+    """Whether stock's own loop can take back what it drafts, now and later.
+
+    It refuses caches of recurrent layers, does not look at the draft model's, and a
+    rotating cache that is full ignores it.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from .state.limits import rings
+
+    caches = prompt_cache or [
+        cache for m in (model, draft_model) for cache in make_prompt_cache(m)
+    ]
+    return all(cache.is_trimmable() for cache in caches) and not rings(caches)
+
+
+def _of_draft_model(draft_model: Any, k: int) -> DraftRequest:
+    from .drafters.draft_model import DraftModelDrafter
+
+    options = DraftOptions(num_draft_tokens=k)
+    drafter = DraftModelDrafter(draft_model) if k else None
+    return DraftRequest(drafter, options, Tally(drafter="draft-model"))
 
 
 def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,8 +191,12 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         options = DraftOptions.of(
             draft_options, arguments.pop("num_draft_tokens", None)
         )
-        _check_arguments(arguments)
-        drafter = resolve(draft, model, tokenizer, options)
+        _check_no_embeddings(arguments)
+        from .build import resolve
+
+        drafter = resolve(
+            draft, model, tokenizer, options, arguments.pop("draft_model", None)
+        )
         stats = _named(draft_stats, draft, options)
         request = DraftRequest(drafter, options, stats, _thinking(tokenizer))
         request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
@@ -249,42 +282,12 @@ def _check_unused(**arguments: Any) -> None:
             raise InvalidOption(f"{name} is of no use without draft; give draft, too.")
 
 
-def _check_arguments(arguments: dict[str, Any]) -> None:
-    if arguments.get("draft_model") is not None:
-        raise InvalidOption(
-            "draft and draft_model are both given; choose one way of drafting."
-        )
+def _check_no_embeddings(arguments: dict[str, Any]) -> None:
     if arguments.pop("input_embeddings", None) is not None:
         raise InvalidOption(
             "input_embeddings cannot be drafted for; leave out draft, or give the "
             "prompt as tokens."
         )
-
-
-def resolve(
-    draft: str | Drafter, model: nn.Module, tokenizer: Any, options: DraftOptions
-) -> Drafter | None:
-    """The drafter of that name, or the object itself; None when nothing is drafted.
-
-    Raises:
-        DraftError: If there is none, or it cannot do what the options ask for.
-    """
-    if not isinstance(draft, str):
-        return _checked(draft, "draft", options) if options.num_draft_tokens else None
-    from .plugins import drafters
-
-    registration = drafters()[draft]
-    if not options.num_draft_tokens:
-        return None
-    from . import random_state
-    from .drafters.base import DraftContext
-    from .origin import path_of
-
-    context = DraftContext(model, tokenizer, options, path_of(model))
-    with random_state.untouched():
-        drafter = registration.factory(context)
-    what = f"what the factory of drafter {draft!r} ({registration.provider}) made"
-    return _checked(drafter, what, options)
 
 
 def _thinking(tokenizer: Any) -> Marks | None:
@@ -293,24 +296,6 @@ def _thinking(tokenizer: Any) -> Marks | None:
         getattr(tokenizer, f"think_{mark}_tokens", None) for mark in ("start", "end")
     ]
     return Marks(*marks) if all(marks) else None
-
-
-def _checked(drafter: Any, what: str, options: DraftOptions) -> Drafter:
-    if isinstance(drafter, type):
-        raise InvalidOption(
-            f"{what} is the class {drafter.__name__}; give an instance."
-        )
-    missing = [m for m in _METHODS if not callable(getattr(drafter, m, None))]
-    missing += [a for a in ("name", "needs_hidden") if not hasattr(drafter, a)]
-    if missing:
-        raise InvalidOption(
-            f"{what} is {type(drafter).__name__}, which is neither the name of a "
-            f"drafter nor a drafter: it lacks {', '.join(missing)}."
-        )
-    from .propose import check_gives
-
-    check_gives(drafter, options)
-    return drafter
 
 
 def _named(stats: Tally | None, draft: Any, options: DraftOptions) -> Tally:

@@ -20,6 +20,8 @@ from .errors import DraftError, HeadUnreadable, InvalidOption, UnknownDrafter
 from .options import DraftOptions
 from .stats import DraftStats
 
+# Drafters that have no use for a draft model; others are asked once it is loaded.
+_NO_MODEL = ("mtp", "ngram")
 # What was parsed, while a `main()` runs.
 _arguments: ContextVar[argparse.Namespace | None] = ContextVar(
     "_arguments", default=None
@@ -141,6 +143,7 @@ def add_arguments(
         statistics: Whether with a file for them, which one generation can fill.
     """
     group = parser.add_argument_group("drafting (mlx-lm-mtp)")
+    parser.format_help = _helping(group, parser.format_help)  # type: ignore[method-assign]
     which = group.add_mutually_exclusive_group()
     which.add_argument(
         "--mtp",
@@ -185,6 +188,24 @@ def add_arguments(
         )
 
 
+def _helping(group: Any, format_help: Callable[[], str]) -> Callable[[], str]:
+    """Drafters and their own options are looked up only for those who ask for help."""
+
+    @functools.wraps(format_help)
+    def wrapper() -> str:
+        from .plugins import drafters
+
+        found = drafters()
+        options = [words for name in found for words in found[name].described()]
+        group.description = (
+            f"Drafters: {', '.join(found)}. Their own options, to be set with "
+            f"--draft-option: {'; '.join(options)}."
+        )
+        return format_help()
+
+    return wrapper
+
+
 def _noting(
     parser: argparse.ArgumentParser, parse_args: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -223,7 +244,7 @@ def _check(args: argparse.Namespace) -> None:
             f"--draft-stats {file} is in a folder that does not exist; "
             "make it, or name another file."
         )
-    if getattr(args, "draft_model", None) is not None:
+    if getattr(args, "draft_model", None) is not None and args.draft in _NO_MODEL:
         raise InvalidOption(
             f"--draft-model {args.draft_model} cannot go with "
             f"{'--mtp' if args.draft == 'mtp' else '--draft ' + args.draft}; "
@@ -244,5 +265,6 @@ def _check(args: argparse.Namespace) -> None:
     try:
         drafters()[args.draft]
     except UnknownDrafter as error:
-        raise UnknownDrafter(f"{error} (A draft model is --draft-model.)") from None
-    DraftOptions.of(options, args.num_draft_tokens)
+        hint = "(A draft model is --draft-model.)"
+        raise UnknownDrafter(f"{error} {hint}") from None
+    drafters().check_options(DraftOptions.of(options, args.num_draft_tokens))

@@ -360,7 +360,7 @@ def _prepare(args: Any, provider: Any, serving: Serving) -> None:
     Raises:
         DraftError: If it cannot be built, and the request itself asks for it.
     """
-    from .stock_api import resolve
+    from .build import resolve
 
     asked = args.asked
     if asked.draft is None or asked.reason:

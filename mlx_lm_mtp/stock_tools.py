@@ -70,9 +70,9 @@ def _seen_by_the_drafter(stock: Callable[..., Any]) -> Callable[..., Any]:
         asked = stock_cli.requested()
         if not asked:
             return stock(prompt, model, **kwargs)
+        from .build import resolve
         from .drafters.base import gives
         from .generate import draft_generate_step
-        from .stock_api import resolve
 
         name = asked["draft"]
         options = DraftOptions.of(asked["draft_options"], asked["num_draft_tokens"])

@@ -29,8 +29,14 @@ from tiny import Spec
 
 from mlx_lm_mtp import cli, draft_generate_step, hookimpl, hookspecs, plugins
 from mlx_lm_mtp._version import __version__
-from mlx_lm_mtp.drafters.base import DraftContext, Drafter, Proposal
-from mlx_lm_mtp.errors import DrafterError, InvalidOption, PluginError, UnknownDrafter
+from mlx_lm_mtp.drafters.base import CONTRACT, DraftContext, Drafter, Proposal
+from mlx_lm_mtp.errors import (
+    DrafterError,
+    HeadNotFound,
+    InvalidOption,
+    PluginError,
+    UnknownDrafter,
+)
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.plugins import DrafterPlugins
 
@@ -218,6 +224,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
             del sys.modules[module]
 
 
+OURS = ["chain", "draft-model", "mtp", "ngram"]
+
+
 def loaded() -> DrafterPlugins:
     host = DrafterPlugins()
     host.load_entry_points()
@@ -227,15 +236,18 @@ def loaded() -> DrafterPlugins:
 def test_an_installed_plugin_is_found(site: Site) -> None:
     site.install("third-party", GOOD.format(name="mine"), "2.5")
     host = loaded()
-    assert list(host) == ["mine", "mtp"]
+    assert set(host) == {"mine", *OURS}
     assert (host["mine"].provider, host["mine"].version) == ("third-party", "2.5")
 
 
-def test_our_own_drafter_comes_through_the_group_like_any_other() -> None:
+def test_our_own_drafters_come_through_the_group_like_any_other() -> None:
     entries = importlib.metadata.entry_points(group=hookspecs.NAME)
-    assert {(e.name, e.value) for e in entries} == {("mtp", "mlx_lm_mtp.drafters.mtp")}
-    registration = loaded()["mtp"]
-    assert (registration.provider, registration.version) == ("mlx-lm-mtp", __version__)
+    modules = {name: f"mlx_lm_mtp.drafters.{name.replace('-', '_')}" for name in OURS}
+    assert {e.name: e.value for e in entries} == modules
+    for name in OURS:
+        registration = loaded()[name]
+        provider = registration.provider, registration.version
+        assert provider == ("mlx-lm-mtp", __version__)
 
 
 def test_a_built_in_drafter_keeps_its_name(site: Site) -> None:
@@ -260,6 +272,27 @@ BROKEN = {
     "misspelt": GOOD.format(name="x").replace("_drafters", "_drafter"),
     "argument": GOOD.format(name="x").replace("register", "registry", 2),
     "taken": GOOD.format(name="mtp"),
+    "undecorated": GOOD.format(name="x").replace("@hookimpl", ""),
+    "hookless": "x = 1",
+    "newer": GOOD.format(name="x").replace("None)", "None, contract=99)"),
+    "unheard-of": GOOD.format(name="x").replace("None)", "None, colour=1)"),
+    "unnamed": GOOD.format(name="two words"),
+    "dotted": GOOD.format(name="a.b"),
+    "no factory": GOOD.format(name="x").replace("lambda context: None", "None"),
+    "options": GOOD.format(name="x").replace("None)", "None, options=dict)"),
+}
+SAID = {
+    "undecorated": "@mlx_lm_mtp.hookimpl",
+    "hookless": "implements no hook",
+    "newer": "drafter 'x' needs contract 99, and this mlx-lm-mtp has contract 1",
+    "unheard-of": "drafter 'x' needs colour",
+    "unnamed": "'two words'",
+    "dotted": "'a.b'",
+    "no factory": "a factory that can be called",
+    "options": "the options of drafter 'x'",
+    "import": "ModuleNotFoundError: No module named 'no_such_module_at_all'",
+    "raising": "OSError: no such device",
+    "misspelt": "mlx_lm_mtp_register_drafter is no hook",
 }
 
 
@@ -278,6 +311,8 @@ def test_a_broken_plugin_stops_no_other(site: Site, broken: str) -> None:
     if broken != "taken":  # the one that is found later is left out
         assert "'broken-dist-entry' of broken-dist 0.3 is left out" in messages[0]
         assert "mtp" in host
+    assert SAID.get(broken, "") in messages[0]
+    assert "\n" not in messages[0]
 
 
 def test_two_plugins_of_one_name_warn_with_both(site: Site) -> None:
@@ -296,11 +331,11 @@ def test_a_distribution_that_is_listed_twice_is_loaded_once(
 ) -> None:
     site.install("third-party", GOOD.format(name="mine"))
     site.monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert list(loaded()) == ["mine", "mtp"]
+    assert set(loaded()) == {"mine", *OURS}
 
 
 def test_plugins_are_loaded_at_first_use_and_once(site: Site) -> None:
-    site.install("third-party", "import sys\nsys.loaded = 1")
+    site.install("third-party", GOOD.format(name="x") + "import sys\nsys.loaded = 1")
     plugins.drafters.cache_clear()
     assert not hasattr(sys, "loaded")
     try:
@@ -309,6 +344,50 @@ def test_plugins_are_loaded_at_first_use_and_once(site: Site) -> None:
     finally:
         del sys.loaded
         plugins.drafters.cache_clear()
+
+
+# --- selecting plugins ------------------------------------------------------------
+
+
+@pytest.fixture
+def two(site: Site) -> Site:
+    site.install("First_Dist", GOOD.format(name="one"))
+    site.install("second-dist", GOOD.format(name="two"))
+    return site
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "names"),
+    [
+        ("PLUGINS", "first-dist", {"one", *OURS}),
+        ("PLUGINS", "second_dist-entry, First.Dist,", {"one", "two", *OURS}),
+        ("PLUGINS", "", {*OURS}),
+        ("PLUGINS", "mtp", {*OURS}),
+        ("DISABLE", "first_dist", {"two", *OURS}),
+        ("DISABLE", "ngram,second-dist", {"one", "chain", "draft-model", "mtp"}),
+        ("DISABLE", "mlx-lm-mtp", {"one", "two"}),
+        ("DISABLE", "", {"one", "two", *OURS}),
+    ],
+)
+def test_plugins_are_chosen_by_name(
+    two: Site, variable: str, value: str, names: set[str]
+) -> None:
+    two.monkeypatch.setenv(f"MLX_LM_MTP_{variable}", value)
+    assert set(loaded()) == names
+
+
+def test_a_plugin_that_is_left_out_is_not_imported(site: Site) -> None:
+    site.install("broken-dist", "raise AssertionError('imported')")
+    site.monkeypatch.setenv("MLX_LM_MTP_DISABLE", "broken-dist")
+    assert set(loaded()) == {*OURS}
+
+
+@pytest.mark.parametrize("variable", ["MLX_LM_MTP_PLUGINS", "MLX_LM_MTP_DISABLE"])
+def test_a_name_of_no_plugin_is_told(two: Site, variable: str) -> None:
+    two.monkeypatch.setenv(variable, "frist-dist")
+    with pytest.warns(UserWarning, match=f"{variable} names 'frist-dist'") as caught:
+        loaded()
+    assert "first-dist" in str(caught[0].message)
 
 
 # --- the list of plugins ----------------------------------------------------------
@@ -330,19 +409,25 @@ def listing(
     return run
 
 
+HOOK = "mlx_lm_mtp_register_drafters"
+
+
 def test_plugins_are_listed_in_a_table(listing: Callable[..., str]) -> None:
-    rows = listing((Plugin("a-long-name"), "some-dist", "12.0")).splitlines()
+    table, options = listing((Plugin("a-long-name"), "some-dist", "12.0")).split("\n\n")
+    rows = table.splitlines()
     assert [row.split() for row in rows] == [
-        ["drafter", "provider", "version"],
-        ["a-long-name", "some-dist", "12.0"],
-        ["mtp", "mlx-lm-mtp", __version__],
+        ["drafter", "provider", "version", "hooks"],
+        ["a-long-name", "some-dist", "12.0", HOOK],
+        *[[name, "mlx-lm-mtp", __version__, HOOK] for name in OURS],
     ]
     assert len({row.index(row.split()[1]) for row in rows}) == 1
     assert all(row == row.rstrip() for row in rows)
+    assert "  ngram.longest=N (tokens that are compared, default: 16)\n" in options
 
 
 def test_a_plugin_without_a_version_is_listed(listing: Callable[..., str]) -> None:
-    assert "mine     my-dist\n" in listing((Plugin("mine"), "my-dist", ""))
+    rows = listing((Plugin("mine"), "my-dist", "")).splitlines()
+    assert ["mine", "my-dist", HOOK] in [row.split() for row in rows]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]], ids=["none", "unknown"])
@@ -373,10 +458,13 @@ def test_the_hooks_are_these() -> None:
     """A new argument is fine; a hook or an argument that goes breaks plugins."""
     found = {name: str(inspect.signature(hook)) for name, hook in hooks().items()}
     assert found == {
-        "mlx_lm_mtp_register_drafters": (
-            "(register: 'Callable[[str, DrafterFactory], None]') -> 'None'"
-        )
+        "mlx_lm_mtp_register_drafters": ("(register: 'Register') -> 'None'")
     }
+    assert str(inspect.signature(hookspecs.Register.__call__)) == (
+        "(self, name: 'str', factory: 'DrafterFactory', *, "
+        "options: 'type | None' = None, contract: 'int' = 1) -> 'None'"
+    )
+    assert CONTRACT == 1
 
 
 def test_every_hook_is_documented() -> None:
@@ -418,6 +506,9 @@ def test_the_context_is_this() -> None:
         "tokenizer",
         "options",
         "model_path",
+        "own",
+        "draft_model",
+        "others",
     ]
 
 
@@ -500,16 +591,34 @@ def test_a_registered_drafter_is_used_by_name(host: DrafterPlugins) -> None:
 
 def test_an_unknown_name_lists_the_known(host: DrafterPlugins) -> None:
     host.add(Plugin("mine"), "my-dist")
-    with pytest.raises(UnknownDrafter, match="'mimo'; the known ones are: mine, mtp"):
+    known = "chain, draft-model, mine, mtp, ngram"
+    with pytest.raises(UnknownDrafter, match=f"'mimo'; the known ones are: {known}"):
         generate("mimo")
 
 
-def test_what_a_factory_raises_comes_through(host: DrafterPlugins) -> None:
+@pytest.mark.parametrize("raised", [OSError("no such\ndevice"), ZeroDivisionError()])
+def test_what_a_factory_raises_names_its_distribution(
+    host: DrafterPlugins, raised: Exception
+) -> None:
     def factory(context: DraftContext) -> Drafter:
-        raise OSError("no such device")
+        raise raised
+
+    host.add(Plugin("mine", factory=factory), "my-dist", "3.1")
+    with pytest.raises(PluginError) as error:
+        generate("mine")
+    said = f"{type(raised).__name__}: {' '.join(str(raised).split())}".strip()
+    assert str(error.value) == (
+        f"drafter 'mine' of my-dist 3.1 could not be built: {said}"
+    )
+    assert error.value.__cause__ is raised
+
+
+def test_an_error_of_ours_comes_through_a_factory(host: DrafterPlugins) -> None:
+    def factory(context: DraftContext) -> Drafter:
+        raise HeadNotFound("there is none")
 
     host.add(Plugin("mine", factory=factory), "my-dist")
-    with pytest.raises(OSError, match="no such device"):
+    with pytest.raises(HeadNotFound, match=r"^there is none$"):
         generate("mine")
 
 

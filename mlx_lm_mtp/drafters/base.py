@@ -31,6 +31,10 @@ from ..choices import best
 from ..errors import DrafterError
 from ..options import DraftOptions
 
+# Grows when drafters that were written before would no longer work, or would do
+# something else; what is merely added leaves it as it is.
+CONTRACT = 1
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -59,12 +63,15 @@ class Proposal:
         candidates: `(1, k', C)` integers, its C best choices at each position, the
             best first.
         branches: Further paths, in the order in which they were wanted.
+        origins: For each of the tokens who drafted it, for statistics; empty if it
+            was always the same.
     """
 
     tokens: mx.array
     confidence: mx.array | None = None
     candidates: mx.array | None = None
     branches: tuple[Branch, ...] = ()
+    origins: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Proposal:
@@ -214,6 +221,21 @@ class Rewinding(Protocol):
         """
 
 
+@runtime_checkable
+class Continuing(Protocol):
+    """What a drafter that gives ``continues`` can do besides.
+
+    It then can take up where another drafter has stopped (:mod:`.chain`).
+    """
+
+    def draft_behind(self, path: mx.array, k: int) -> Proposal:
+        """Propose up to k tokens to follow a path of `(1, m)` tokens, m >= 1.
+
+        The path begins with the pending token; `observe` has shown none of it, and
+        will show only as much of it as the target keeps.
+        """
+
+
 OFFERS = frozenset(
     {
         "confidence",
@@ -222,6 +244,7 @@ OFFERS = frozenset(
         "caches",
         "logprobs",
         "rewind",
+        "continues",
         "head",  # is an MTP head, which may lie elsewhere
         "readout",  # reads its drafts from an lm_head, as `DraftOptions` say
     }
@@ -255,12 +278,29 @@ class DraftContext:
         tokenizer: Its tokenizer, as stock wraps it.
         options: The options of this generation.
         model_path: The directory that the target was loaded from, if known.
+        own: The options that the drafter has declared, an instance of that class;
+            None if it has declared none.
+        draft_model: The draft model that the caller has given, if any.
+        others: Builds the drafter of a name, see `build`.
     """
 
     model: nn.Module
     tokenizer: Any
     options: DraftOptions
     model_path: Path | None = None
+    own: Any = None
+    draft_model: nn.Module | None = None
+    others: Callable[[str], Drafter] | None = None
+
+    def build(self, name: str) -> Drafter:
+        """Another drafter for the same generation, by its registered name.
+
+        Raises:
+            DraftError: If there is none of that name, or it cannot be built.
+        """
+        if self.others is None:
+            raise DrafterError(f"drafter {name!r} cannot be built in this context.")
+        return self.others(name)
 
 
 DrafterFactory = Callable[[DraftContext], Drafter]

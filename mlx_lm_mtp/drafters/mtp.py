@@ -13,7 +13,7 @@ holds a rejected token and never outgrows the context.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,16 +22,17 @@ from mlx_lm.models.cache import KVCache
 from ..heads import head_of
 from ..heads.head import MTPHead
 from ..heads.readout import CheapReadout, Readout
-from ..hookspecs import hookimpl
+from ..hookspecs import Register, hookimpl
 from ..state.snapshot import restore, snapshot
+from . import stepwise
 from .base import (
     CHAIN,
+    CONTRACT,
     OFFERS,
     Branch,
     Choices,
     Choose,
     DraftContext,
-    DrafterFactory,
     Proposal,
     Wanted,
 )
@@ -43,8 +44,7 @@ class Depth(NamedTuple):
     """The head's answer at one depth."""
 
     hidden: mx.array  # (1, 1, H), its output
-    choices: mx.array  # (1, 1, C), the best first
-    confidence: mx.array  # (1, 1), in the best
+    chosen: Choices
 
 
 class MTPDrafter:
@@ -57,7 +57,7 @@ class MTPDrafter:
 
     name = "mtp"
     needs_hidden = True
-    gives = OFFERS
+    gives = OFFERS - {"continues"}
 
     def __init__(self, head: MTPHead, readout: Readout | None = None) -> None:
         self.head = head
@@ -117,34 +117,16 @@ class MTPDrafter:
         self._tokens = mx.concatenate([self._tokens, token], axis=1)
         hidden = self._feed()[:, -1:]
         self._tokens = self._hidden = None
-        chain = self._chain(hidden, k, wanted)
-        branches = self._branches(chain, wanted)
-        self.cache.trim(len(chain) - 1)
-        listed = max(wanted.candidates, 1)
-        choices = mx.concatenate(
-            [depth.choices[..., :listed] for depth in chain], axis=1
-        )
-        return Proposal(
-            choices[..., 0],
-            confidence=mx.concatenate([depth.confidence for depth in chain], axis=1),
-            candidates=choices if wanted.candidates else None,
-            branches=branches,
-        )
+        outputs = [hidden]  # of the head, at each depth
 
-    def _chain(self, hidden: mx.array, k: int, wanted: Wanted) -> list[Depth]:
-        """Depth after depth, on from the `(1, 1, H)` answer to the pending pair."""
-        chain: list[Depth] = []
-        choose = wanted.choose or _likeliest
-        while True:
-            choices = max(1 + wanted.branches.count(len(chain)), wanted.candidates)
-            chosen = choose(self.readout.logits(hidden), _drafted(chain), choices)
-            last = Depth(hidden, chosen.tokens.astype(mx.uint32), chosen.confidence)
-            chain.append(last)
-            if len(chain) == k:
-                return chain
-            if wanted.go_on is not None and not wanted.go_on(last.confidence):
-                return chain
-            hidden = self.head(last.choices[..., 0], last.hidden, self.cache)
+        def following(draft: mx.array) -> mx.array:
+            outputs.append(self.head(draft, outputs[-1], self.cache))
+            return self.readout.logits(outputs[-1])
+
+        chosen = stepwise.chain(self.readout.logits(hidden), k, wanted, following)
+        branches = self._branches(list(map(Depth, outputs, chosen)), wanted)
+        self.cache.trim(len(chosen) - 1)
+        return stepwise.proposal(chosen, wanted, branches)
 
     def _branches(self, chain: list[Depth], wanted: Wanted) -> tuple[Branch, ...]:
         """Paths that leave the chain, each computed only if it is looked at."""
@@ -155,8 +137,11 @@ class MTPDrafter:
         found = []
         for i, position in enumerate(positions):
             choice = 1 + positions[:i].count(position)
-            if position < len(chain) and choice < chain[position].choices.shape[-1]:
-                choose = wanted.choose or _likeliest
+            if (
+                position < len(chain)
+                and choice < chain[position].chosen.tokens.shape[-1]
+            ):
+                choose = wanted.choose or stepwise.likeliest
                 found.append(self._branch(chain, position, choice, choose))
                 restore([self.cache], saved)
         return tuple(found)
@@ -165,8 +150,9 @@ class MTPDrafter:
         self, chain: list[Depth], position: int, choice: int, choose: Choose
     ) -> Branch:
         self.cache.trim(len(chain) - 1 - position)
-        token = chain[position].choices[..., choice]
-        path = mx.concatenate([_drafted(chain[:position]), token], axis=1)
+        token = chain[position].chosen.tokens[..., choice]
+        before = stepwise.drafted([depth.chosen for depth in chain[:position]])
+        path = mx.concatenate([before, token], axis=1)
         hidden = chain[position].hidden
         for _ in range(len(chain) - 1 - position):
             hidden = self.head(path[:, -1:], hidden, self.cache)
@@ -228,17 +214,6 @@ class MTPDrafter:
         return self.head(tokens, known, self.cache)
 
 
-def _likeliest(logits: mx.array, drafted: mx.array, n: int = 1) -> Choices:
-    """The head's own choice."""
-    return Choices.likeliest(logits, n)
-
-
-def _drafted(chain: Sequence[Depth]) -> mx.array:
-    """The first choices so far, `(1, d)`."""
-    firsts = [depth.choices[..., 0] for depth in chain]
-    return mx.concatenate([mx.zeros((1, 0), dtype=mx.uint32), *firsts], axis=1)
-
-
 def _build(context: DraftContext) -> MTPDrafter:
     options = context.options
     head = head_of(context.model, options.head)
@@ -249,8 +224,6 @@ def _build(context: DraftContext) -> MTPDrafter:
 
 
 @hookimpl
-def mlx_lm_mtp_register_drafters(
-    register: Callable[[str, DrafterFactory], None],
-) -> None:
+def mlx_lm_mtp_register_drafters(register: Register) -> None:
     """Register the drafter that this package is named after."""
-    register("mtp", _build)
+    register("mtp", _build, contract=CONTRACT)
