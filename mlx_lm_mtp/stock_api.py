@@ -57,11 +57,11 @@ class DraftRequest:
     kept: dict[str, Any] = field(default_factory=dict)
     _steps: Generator[Any, None, None] | None = None
 
-    def steps(self, prompt: Any, model: Any, stream: Any, **kwargs: Any) -> Any:
+    def steps(self, prompt: Any, model: Any, *stream: Any, **kwargs: Any) -> Any:
         """The token generator that stock's `stream_generate` reads."""
         kwargs |= self.kept
         if self.drafter is None:
-            self._steps = _plain(self, prompt, model, stream, **kwargs)
+            self._steps = _plain(self, prompt, model, *stream, **kwargs)
         else:
             from .generate import draft_generate_step
 
@@ -69,7 +69,7 @@ class DraftRequest:
                 prompt,
                 model,
                 self.drafter,
-                stream,
+                *stream,
                 options=self.options,
                 stats=self.stats,
                 thinking=self.thinking,
@@ -90,14 +90,14 @@ class DraftRequest:
 
 
 def _plain(
-    request: DraftRequest, prompt: Any, model: Any, stream: Any, **kwargs: Any
+    request: DraftRequest, prompt: Any, model: Any, *stream: Any, **kwargs: Any
 ) -> Any:
     """Stock's own steps, each counted as a round that drafts nothing."""
     from mlx_lm.generate import generate_step
 
     started = time.perf_counter()
     stats = request.stats
-    steps = generate_step(prompt, model, stream, **kwargs)
+    steps = generate_step(prompt, model, *stream, **kwargs)
     try:
         for token, logprobs in _computed(steps, request):
             stats.count(0, 0)
