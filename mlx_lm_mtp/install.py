@@ -7,6 +7,7 @@ before are replaced as well. Undoing puts the very objects back.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -14,15 +15,7 @@ from typing import Any
 
 import _mlx_lm_mtp_boot as boot
 
-from . import (
-    origin,
-    stock_api,
-    stock_cli,
-    stock_convert,
-    stock_server,
-    stock_tools,
-    wrapping,
-)
+from . import origin, stock_api, stock_cli, stock_convert, wrapping
 from .errors import UnsupportedVersion
 
 Wrapper = Callable[[Any], Any]
@@ -53,12 +46,13 @@ _WRAPPERS: dict[str, dict[str, Wrapper]] = {
         "main": stock_cli.main,
     },
 }
-# Modules of which more than functions is wrapped, once they are imported.
-_SEEN_THROUGH: dict[str, Callable[[ModuleType], None]] = {
-    "mlx_lm.server": stock_server.see_through,
-    "mlx_lm.chat": stock_tools.chat,
-    "mlx_lm.benchmark": stock_tools.benchmark,
-    "mlx_lm.cache_prompt": stock_tools.cache_prompt,
+# Modules of which more than functions is wrapped, once they are imported: by what of
+# ours, which few processes need.
+_SEEN_THROUGH: dict[str, tuple[str, str]] = {
+    "mlx_lm.server": ("stock_server", "see_through"),
+    "mlx_lm.chat": ("stock_tools", "chat"),
+    "mlx_lm.benchmark": ("stock_tools", "benchmark"),
+    "mlx_lm.cache_prompt": ("stock_tools", "cache_prompt"),
 }
 
 
@@ -105,7 +99,8 @@ def patch(module: ModuleType) -> None:
         if id(stock[name]) not in applied:
             _replace(stock[name], wrapper(stock[name]))
     if module.__name__ in _SEEN_THROUGH:
-        _SEEN_THROUGH[module.__name__](module)
+        ours, function = _SEEN_THROUGH[module.__name__]
+        getattr(importlib.import_module(f".{ours}", __package__), function)(module)
 
 
 def _replace(stock: Any, ours: Any) -> None:

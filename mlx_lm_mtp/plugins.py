@@ -233,15 +233,16 @@ _Installed = tuple[importlib.metadata.Distribution, importlib.metadata.EntryPoin
 
 
 def _entry_points() -> Iterator[_Installed]:
-    seen = set()
+    entries = importlib.metadata.entry_points(group=hookspecs.NAME)
     # Ours come first, so that nobody takes the name of a built-in drafter.
-    distributions = sorted(importlib.metadata.distributions(), key=_is_foreign)
-    for distribution in distributions:
-        for entry in distribution.entry_points:
-            # An editable install may be listed twice.
-            if entry.group == hookspecs.NAME and entry not in seen:
-                seen.add(entry)
-                yield distribution, entry
+    for entry in sorted(entries, key=lambda entry: _is_foreign(_of(entry))):
+        yield _of(entry), entry
+
+
+def _of(entry: importlib.metadata.EntryPoint) -> importlib.metadata.Distribution:
+    """The distribution of an entry point; it has one if it was found in one."""
+    assert entry.dist is not None
+    return entry.dist
 
 
 def _chosen(installed: list[_Installed]) -> Iterator[_Installed]:

@@ -106,8 +106,6 @@ START = {
     "stock_api",
     "stock_cli",
     "stock_convert",
-    "stock_server",
-    "stock_tools",
     "origin",
     "errors",
     "options",

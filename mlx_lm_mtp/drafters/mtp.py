@@ -14,14 +14,11 @@ holds a rejected token and never outgrows the context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from ..heads import head_of
-from ..heads.head import MTPHead
-from ..heads.readout import CheapReadout, Readout
 from ..hookspecs import Register, hookimpl
 from ..state.snapshot import restore, snapshot
 from . import stepwise
@@ -36,6 +33,10 @@ from .base import (
     Proposal,
     Wanted,
 )
+
+if TYPE_CHECKING:
+    from ..heads.head import MTPHead
+    from ..heads.readout import Readout
 
 _MANY = 32  # unfed pairs beyond which they are fed even though nothing is drafted
 
@@ -62,7 +63,11 @@ class MTPDrafter:
     def __init__(self, head: MTPHead, readout: Readout | None = None) -> None:
         self.head = head
         self.hidden = head.family.hidden
-        self.readout = readout or Readout(head)
+        if readout is None:
+            from ..heads.readout import Readout
+
+            readout = Readout(head)
+        self.readout = readout
         self.begin()
 
     @property
@@ -215,6 +220,9 @@ class MTPDrafter:
 
 
 def _build(context: DraftContext) -> MTPDrafter:
+    from ..heads import head_of
+    from ..heads.readout import CheapReadout
+
     options = context.options
     head = head_of(context.model, options.head)
     if not (options.draft_head_bits or options.shortlist):
