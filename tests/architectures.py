@@ -22,7 +22,8 @@ Config = dict[str, Any]
 
 # --- what configs have in common ------------------------------------------------------
 
-WINDOW = 12  # of sliding and chunked attention: the prompt fits, the answer does not
+WINDOW = 24  # of sliding attention: the prompt fits, the answer does not
+CHUNK = 12
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MIXED = [_SLIDING, _FULL, _SLIDING, _FULL]
 
@@ -75,7 +76,7 @@ _LATENT: Config = {
     "v_head_dim": 32,
     "rope_scaling": None,
 }
-_INDEXER: Config = {"index_head_dim": 64, "index_n_heads": 2, "index_topk": WINDOW}
+_INDEXER: Config = {"index_head_dim": 64, "index_n_heads": 2, "index_topk": CHUNK}
 _DELTA: Config = {
     "full_attention_interval": 2,
     "linear_num_key_heads": 1,
@@ -370,7 +371,7 @@ CONFIGS: dict[str, Config] = {
     "llama4": _text(
         **{**_EXPERTS, "num_experts_per_tok": 1},
         model_type="llama4_text",
-        attention_chunk_size=WINDOW,
+        attention_chunk_size=CHUNK,
         interleave_moe_layer_step=2,
         intermediate_size_mlp=96,
         rope_scaling=None,
@@ -546,6 +547,7 @@ CONFIGS: dict[str, Config] = {
         "blocksparse_block_size": 32,
         "blocksparse_num_local_blocks": 1,
         "blocksparse_vert_stride": 2,
+        "mup_embedding_multiplier": 0.3,
     },
     "phimoe": {
         **_EXPERTS,
@@ -641,16 +643,44 @@ CONFIGS: dict[str, Config] = {
 }
 
 
+# --- how a verify is computed, and taken back -----------------------------------------
+
+# Layers that run token by token: latent and block-sparse attention.
+ROW_BY_ROW = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32"),
+    *("glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl"),
+    *("longcat_flash", "longcat_flash_ngram", "mistral4", "phi3small", "youtu_llm"),
+}
+# Recurrences that nothing is recorded of: a snapshot, and the kept tokens fed again.
+REPLAYED = {
+    *("baichuan_m1", "gear", "jamba", "lfm2", "lfm2-vl", "lfm2_moe"),
+    *("longcat_flash_ngram", "mamba", "recurrent_gemma", "rwkv7"),
+}
+# Caches of a kind of their own: one token at a time, and no drafts unless `verify=step`.
+ONE_BY_ONE = {"deepseek_v41"}
+
+
+def has_experts(name: str) -> bool:
+    """Whether a model has a mixture of experts."""
+    return "expert" in str(CONFIGS[name])
+
+
 def shipped() -> set[str]:
-    """The names of mlx-lm's model files: those with a model and its arguments."""
+    """The names of the model files that mlx-lm ships: those that define `ModelArgs`."""
     return {
         path.stem
         for folder in models.__path__
         for path in Path(folder).glob("*.py")
-        if "\nclass Model(" in (text := path.read_text())
-        or "import Model," in text
-        or ", Model\n" in text
+        if "\nclass ModelArgs" in path.read_text()
     }
+
+
+# With other weights these say one thing over and over.
+_SEEDS = {"afm7": 3, "gemma3n": 4, "gpt2": 0, "gpt_neox": 2, "olmo3": 3, "plamo": 2}
+
+
+def _divides(path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
 def _drawn(path: str, value: mx.array) -> mx.array:
@@ -665,19 +695,18 @@ class Architecture:
 
     name: str
     weights: str = "fp32"  # fp32, bf16, 4bit
-    seed: int = 0
 
     def build(self) -> nn.Module:
         """The model, with random weights that give varied tokens."""
         module = importlib.import_module(f"mlx_lm.models.{self.name}")
         config = {"model_type": self.name, **_SHARED, **CONFIGS[self.name]}
-        mx.random.seed(self.seed)
+        mx.random.seed(_SEEDS.get(self.name, 1))
         model = module.Model(module.ModelArgs.from_dict(config))
         model.update(tree_map_with_path(_drawn, model.parameters()))
         if self.weights == "bf16":
             model.set_dtype(mx.bfloat16)
         if self.weights == "4bit":
-            nn.quantize(model, group_size=32, bits=4)
+            nn.quantize(model, group_size=32, bits=4, class_predicate=_divides)
         model.eval()
         mx.eval(model.parameters())
         return model

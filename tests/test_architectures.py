@@ -1,0 +1,146 @@
+"""Every model file that mlx-lm ships: drafting changes nothing, whatever its layers.
+
+The drafter is told what to say, so that each round is decided: with three drafts a
+round, all are accepted, then the first, the second, the third is wrong, and so on.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import checks
+import mlx.core as mx
+import mlx.nn as nn
+import oracle
+import pytest
+from architectures import (
+    CONFIGS,
+    ONE_BY_ONE,
+    REPLAYED,
+    ROW_BY_ROW,
+    Architecture,
+    has_experts,
+    shipped,
+)
+
+from mlx_lm_mtp import DraftOptions, Tally
+from mlx_lm_mtp.state.limits import UNKNOWN
+from mlx_lm_mtp.state.rowwise import attentions_by_row
+
+PATTERN = "0111101011"
+TOKENS, STOP = 24, 13  # the stop is behind a draft, and another was accepted behind it
+DRAFTERS: dict[str, checks.DrafterOf] = {
+    "scripted": checks.scripted(PATTERN),
+}
+# Why stock cannot run a file on a CPU, as its exception says.
+CANNOT_RUN = {
+    "bitnet": "metal_kernel",  # its linear layers are Metal kernels
+    "muse_spark": "metal_kernel",  # so are its norms and its router
+    "olmo": "inplace addition",  # it adds a mask to the scores, and the mask is a word
+}
+NAMES = sorted(set(CONFIGS) - set(CANNOT_RUN))
+# One for each kind of cache and recurrence; experts are quantised everywhere.
+QUANTISED = (
+    *("llama", "gemma3n", "baichuan_m1", "gpt2"),
+    *("qwen3_5", "olmo_hybrid", "mamba", "mamba2", "falcon_h1", "rwkv7", "plamo2"),
+    *("recurrent_gemma", "lfm2", "gear", "minicpm3", "youtu_llm", "phi3small"),
+)
+
+
+def second(name: str) -> str:
+    """Weights besides fp32; MLX has no experts in bf16 on a CPU."""
+    return "4bit" if has_experts(name) else "bf16"
+
+
+CASES = [
+    *((name, "fp32") for name in NAMES),
+    *((name, second(name)) for name in NAMES),
+    *((name, "4bit") for name in QUANTISED),
+]
+
+
+@pytest.fixture(autouse=True)
+def olmo_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that one model file looks for, and does not use."""
+    monkeypatch.setitem(sys.modules, "hf_olmo", ModuleType("hf_olmo"))
+
+
+def differences(
+    model: nn.Module, drafter: checks.DrafterOf, tally: Tally, **kwargs: Any
+) -> checks.Differences:
+    """A whole generation and one that is stopped, beside stock's."""
+    options = DraftOptions(
+        num_draft_tokens=3, verify=kwargs.pop("verify", DraftOptions.verify)
+    )
+    truth = oracle.stock(model, checks.PROMPT, TOKENS, **kwargs)
+    assert len(set(truth.tokens)) > 5
+    found = []
+    for n, stop, theirs in [
+        (TOKENS, None, truth),
+        (TOKENS, STOP, oracle.stock(model, checks.PROMPT, STOP, **kwargs)),
+    ]:
+        ours = checks.drafted(
+            model,
+            checks.PROMPT,
+            n,
+            drafter(truth.tokens),
+            options=options,
+            stop=stop,
+            stats=tally,
+            **kwargs,
+        )
+        assert len(ours.tokens) == len(theirs.tokens)
+        found += checks.result_differences(ours, theirs)
+    return found
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("name", "weights"), CASES)
+def test_drafting_changes_nothing(name: str, weights: str, drafter: str) -> None:
+    model, tally = Architecture(name, weights).build(), Tally()
+    assert differences(model, DRAFTERS[drafter], tally) == []
+    assert (UNKNOWN in tally.undrafted) == (name in ONE_BY_ONE)
+    assert bool(attentions_by_row(model)) == (name in ROW_BY_ROW)
+    if drafter == "scripted":
+        assert (tally.replays > 0) == (name in REPLAYED)
+        assert (tally.accepted.total() > 0) == (name not in ONE_BY_ONE)
+
+
+@pytest.mark.parametrize("name", [*ONE_BY_ONE, "llama", "llama4", "jamba", "rwkv7"])
+def test_drafts_can_be_verified_one_by_one(name: str) -> None:
+    """Also where a forward of several tokens is not known to do what decoding does."""
+    model, tally = Architecture(name).build(), Tally()
+    scripted = DRAFTERS["scripted"]
+    assert differences(model, scripted, tally, verify="step") == []
+    assert tally.accepted.total() > 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granitemoehybrid", "hunyuan", "nanbeige"])
+def test_with_a_quantised_kv_cache(name: str) -> None:
+    model = Architecture(name).build()
+    quantised = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 10}
+    assert differences(model, DRAFTERS["scripted"], Tally(), **quantised) == []
+
+
+def test_a_recurrence_of_somebody_else_is_not_trusted() -> None:
+    """Several tokens may be another formula, and it would be used to take back."""
+    model = Architecture("rwkv7").build()
+    foreign = type("Model", (type(model),), {"__module__": "somewhere"})
+    model.__class__ = foreign
+    tally = Tally()
+    assert differences(model, DRAFTERS["scripted"], tally) == []
+    assert tally.undrafted[UNKNOWN] and not tally.drafted
+    assert UNKNOWN in tally.stats.summary()
+
+
+def test_every_file_is_known() -> None:
+    assert shipped() == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CANNOT_RUN)
+def test_stock_cannot_run_it(name: str) -> None:
+    model = Architecture(name).build()
+    with pytest.raises((RuntimeError, ValueError), match=CANNOT_RUN[name]):
+        mx.eval(model(mx.array([checks.PROMPT])))
