@@ -649,14 +649,14 @@ CONFIGS: dict[str, Config] = {
 ROW_BY_ROW = {
     *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32"),
     *("glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl"),
-    *("longcat_flash", "longcat_flash_ngram", "mistral4", "phi3small", "youtu_llm"),
+    *("longcat_flash", "longcat_flash_ngram", "mistral4", "phi3small"),
 }
 # Recurrences that nothing is recorded of: a snapshot, and the kept tokens fed again.
 REPLAYED = {
     *("baichuan_m1", "gear", "jamba", "lfm2", "lfm2-vl", "lfm2_moe"),
     *("longcat_flash_ngram", "mamba", "recurrent_gemma", "rwkv7"),
 }
-# Caches of a kind of their own: one token at a time, and no drafts unless `verify=step`.
+# Caches of their own kind: one token at a time, without drafts unless `verify=step`.
 ONE_BY_ONE = {"deepseek_v41"}
 
 
@@ -676,7 +676,11 @@ def shipped() -> set[str]:
 
 
 # With other weights these say one thing over and over.
-_SEEDS = {"afm7": 3, "gemma3n": 4, "gpt2": 0, "gpt_neox": 2, "olmo3": 3, "plamo": 2}
+_SEEDS = {
+    **dict.fromkeys(("cohere2", "gear", "gemma3", "gemma3_text", "muse_glimmer"), 0),
+    **dict.fromkeys(("gpt_neox", "openelm", "plamo", "plamo3"), 2),
+    **{"afm7": 3, "gemma3n": 4, "gpt2": 6, "olmo3": 3},
+}
 
 
 def _divides(path: str, module: nn.Module) -> bool:

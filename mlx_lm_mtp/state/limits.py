@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.models.cache import ArraysCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from .capture import Recording
 from .commit import flat
@@ -69,3 +74,8 @@ def unknown_arithmetic(model: Any, caches: Sequence[Any], recording: Recording) 
 def rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
     """The rotating caches among these, nested ones included."""
     return [c for c in flat(caches) if isinstance(c, RotatingKVCache)]
+
+
+def forgets(cache: Any) -> bool:
+    """Whether a cache may drop its oldest tokens for a new one."""
+    return any(isinstance(c, (RotatingKVCache, ChunkedKVCache)) for c in flat([cache]))
