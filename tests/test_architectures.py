@@ -14,6 +14,7 @@ from typing import Any
 import checks
 import mlx.core as mx
 import mlx.nn as nn
+import mutants
 import oracle
 import pytest
 from architectures import (
@@ -25,8 +26,14 @@ from architectures import (
     has_experts,
     shipped,
 )
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 
-from mlx_lm_mtp import DraftOptions, Tally
+from mlx_lm_mtp import DraftOptions, Tally, target, verify
+from mlx_lm_mtp.state import commit, rowwise, verified
 from mlx_lm_mtp.state.limits import UNKNOWN
 from mlx_lm_mtp.state.rowwise import attentions_by_row
 
@@ -144,6 +151,79 @@ def test_a_recurrence_of_somebody_else_is_not_trusted() -> None:
     assert differences(model, DRAFTERS["scripted"], tally) == []
     assert tally.undrafted[UNKNOWN] and not tally.drafted
     assert UNKNOWN in tally.stats.summary()
+
+
+# --- planted bugs ---------------------------------------------------------------------
+
+
+def _not_trimmed(kind: type) -> mutants.Mutant:
+    def wrap(stock: Any) -> Any:
+        return lambda cache, n: None if type(cache) is kind else stock(cache, n)
+
+    return mutants.replaced(commit, "trim", wrap)
+
+
+def _first_of_each(stock: Any) -> Any:
+    return lambda caches: [stock([cache])[0] for cache in caches]
+
+
+def _never(answer: Any) -> Any:
+    return lambda stock: lambda *_: answer
+
+
+BUGS = {
+    "kv_not_trimmed": (_not_trimmed(KVCache), "gpt2"),
+    "rotating_not_trimmed": (_not_trimmed(RotatingKVCache), "llama"),
+    "chunked_not_trimmed": (_not_trimmed(ChunkedKVCache), "llama4"),
+    "fronts_not_cut": (mutants.replaced(commit, "cut_fronts", _never(None)), "llama4"),
+    "second_of_a_list_not_trimmed": (
+        mutants.replaced(commit, "flat", _first_of_each),
+        "deepseek_v32",
+    ),
+    "lightning_state_not_rolled_back": (
+        mutants.recurrent_state_not_rolled_back,
+        "bailing_moe_linear",
+    ),
+    "replayed_one_short": (mutants.replayed_one_input_short, "lfm2"),
+    "latent_attention_at_once": (
+        mutants.replaced(target, "attentions_by_row", _never(frozenset())),
+        "mistral4",
+    ),
+    "sparse_attention_at_once": (
+        mutants.replaced(target, "attentions_by_row", _never(frozenset())),
+        "phi3small",
+    ),
+    "factors_not_by_row": (
+        mutants.replaced(rowwise, "_by_token", _never(False)),
+        "mistral4",
+    ),
+    "unknown_arithmetic_trusted": (
+        mutants.replaced(verify, "unknown_arithmetic", _never("")),
+        "deepseek_v41",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    mutant, name = BUGS[bug]
+    model = Architecture(name).build()
+    with mutant():
+        try:
+            found = differences(model, DRAFTERS["scripted"], Tally())
+        except ValueError as error:  # shapes that do not fit
+            found = [str(error)]
+    assert found != []
+
+
+def test_a_front_that_is_not_put_back_is_found() -> None:
+    model = Architecture("llama4").build()
+    with mutants.replaced(verified, "forgets", _never(False))():
+        scripted = DRAFTERS["scripted"]
+        assert differences(model, scripted, Tally(), verify="step") != []
+
+
+# --- what there is, and what there is not ---------------------------------------------
 
 
 def test_every_file_is_known() -> None:
