@@ -31,6 +31,7 @@ from mlx_lm.models.cache import (
     KVCache,
     RotatingKVCache,
 )
+from scripted import Branching
 
 from mlx_lm_mtp import DraftOptions, Tally, target, verify
 from mlx_lm_mtp.state import commit, rowwise, verified
@@ -39,6 +40,7 @@ from mlx_lm_mtp.state.rowwise import attentions_by_row
 
 PATTERN = "0111101011"
 TOKENS, STOP = 24, 13  # the stop is behind a draft, and another was accepted behind it
+STEP = DraftOptions(num_draft_tokens=3, verify="step")
 DRAFTERS: dict[str, checks.DrafterOf] = {
     "scripted": checks.scripted(PATTERN),
 }
@@ -76,12 +78,13 @@ def olmo_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differences(
-    model: nn.Module, drafter: checks.DrafterOf, tally: Tally, **kwargs: Any
+    model: nn.Module,
+    drafter: checks.DrafterOf,
+    tally: Tally,
+    options: DraftOptions = checks.THREE,
+    **kwargs: Any,
 ) -> checks.Differences:
     """A whole generation and one that is stopped, beside stock's."""
-    options = DraftOptions(
-        num_draft_tokens=3, verify=kwargs.pop("verify", DraftOptions.verify)
-    )
     truth = oracle.stock(model, checks.PROMPT, TOKENS, **kwargs)
     assert len(set(truth.tokens)) > 5
     found = []
@@ -121,8 +124,22 @@ def test_drafts_can_be_verified_one_by_one(name: str) -> None:
     """Also where a forward of several tokens is not known to do what decoding does."""
     model, tally = Architecture(name).build(), Tally()
     scripted = DRAFTERS["scripted"]
-    assert differences(model, scripted, tally, verify="step") == []
+    assert differences(model, scripted, tally, STEP) == []
     assert tally.accepted.total() > 0
+
+
+@pytest.mark.parametrize("strategy", [{"paths": 2}, {"rescue": 2}], ids=str)
+@pytest.mark.parametrize(
+    "name", ["bailing_hybrid", "deepseek_v32", "llama4", "mistral4", "rwkv7"]
+)
+def test_with_second_choices(name: str, strategy: dict[str, int]) -> None:
+    model, tally = Architecture(name).build(), Tally()
+    options = DraftOptions(num_draft_tokens=3, **strategy)
+    kinds = ("right", "wrong", "short")
+    right = checks.right_where(PATTERN)
+    drafter = lambda truth: Branching(truth, right, kinds)  # noqa: E731
+    assert differences(model, drafter, tally, options) == []
+    assert tally.rescues or strategy == {"paths": 2}
 
 
 @pytest.mark.parametrize("name", ["gemma", "granitemoehybrid", "hunyuan", "nanbeige"])
@@ -220,7 +237,7 @@ def test_a_front_that_is_not_put_back_is_found() -> None:
     model = Architecture("llama4").build()
     with mutants.replaced(verified, "forgets", _never(False))():
         scripted = DRAFTERS["scripted"]
-        assert differences(model, scripted, Tally(), verify="step") != []
+        assert differences(model, scripted, Tally(), STEP) != []
 
 
 # --- what there is, and what there is not ---------------------------------------------
