@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -245,6 +246,13 @@ def test_a_front_that_is_not_put_back_is_found() -> None:
 
 def test_every_file_is_known() -> None:
     assert shipped() == set(CONFIGS)
+
+
+def test_the_page_of_architectures_names_them() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text()
+    named = ROW_BY_ROW | REPLAYED | ONE_BY_ONE | set(CANNOT_RUN)
+    assert {name for name in named if f"`{name}`" not in page} == set()
+    assert f"in all {len(NAMES)} files" in page
 
 
 @pytest.mark.parametrize("name", CANNOT_RUN)
