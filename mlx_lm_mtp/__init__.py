@@ -22,6 +22,7 @@ from .install import install, uninstall
 _EXPORTS = {
     "hookimpl": "hookspecs",
     "hookspec": "hookspecs",
+    "option": "declared",
     "Drafter": "drafters.base",
     "Branch": "drafters.base",
     "Choices": "drafters.base",

@@ -49,7 +49,7 @@ from .state.limits import width_limit
 from .state.recurrence import Recurrence
 from .state.verified import Verified
 from .stats import Tally
-from .target import ONE_ROW, Forward, Target
+from .target import Forward, Target
 from .verify import Verifier
 
 Step = tuple[int, mx.array, bool]
@@ -433,8 +433,8 @@ class _Loop:
             one_forward=one_forward,
             taken_back=taken_back,
         )
-        if one_forward and self.target.one_row:
-            limit, reason = 1, ONE_ROW
+        if one_forward and self.verifier.one_row:
+            limit, reason = 1, self.verifier.one_row
         if limit is None:
             return width, ""
         return min(width, limit), reason if limit == 1 < width else ""

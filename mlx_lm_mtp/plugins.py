@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
 
@@ -79,13 +79,13 @@ class DrafterPlugins:
 
     def load_entry_points(self) -> None:
         """Load every plugin of our entry-point group; a broken one stops no other."""
-        for distribution, entry in _chosen(list(_entry_points())):
+        for entry, provider, version in _chosen(_installed()):
             try:
-                self.add(entry.load(), distribution.name, distribution.version)
+                self.add(entry.load(), provider, version)
             except (Exception, SystemExit) as error:
                 warnings.warn(
-                    f"the mlx_lm_mtp plugin {entry.name!r} of {distribution.name} "
-                    f"{distribution.version} is left out: {_said(error)}",
+                    f"the mlx_lm_mtp plugin {entry.name!r} of {provider} "
+                    f"{version} is left out: {_said(error)}",
                     stacklevel=2,
                 )
 
@@ -229,32 +229,42 @@ def _check_declared(name: Any, factory: Any, options: Any) -> None:
 
 # --- the plugins that are installed -----------------------------------------------
 
-_Installed = tuple[importlib.metadata.Distribution, importlib.metadata.EntryPoint]
+
+class _Installed(NamedTuple):
+    """An entry point, and the name and version of its distribution."""
+
+    entry: importlib.metadata.EntryPoint
+    provider: str
+    version: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What it may be called in an environment variable."""
+        return frozenset({_plain(self.provider), _plain(self.entry.name)})
 
 
-def _entry_points() -> Iterator[_Installed]:
-    entries = importlib.metadata.entry_points(group=hookspecs.NAME)
-    # Ours come first, so that nobody takes the name of a built-in drafter.
-    for entry in sorted(entries, key=lambda entry: _is_foreign(_of(entry))):
-        yield _of(entry), entry
-
-
-def _of(entry: importlib.metadata.EntryPoint) -> importlib.metadata.Distribution:
-    """The distribution of an entry point; it has one if it was found in one."""
-    assert entry.dist is not None
-    return entry.dist
+def _installed() -> list[_Installed]:
+    """All of our group; ours first, so that nobody takes a built-in drafter's name."""
+    known: dict[int, tuple[str, str]] = {}  # to read a distribution's metadata once
+    found = []
+    for entry in importlib.metadata.entry_points(group=hookspecs.NAME):
+        assert entry.dist is not None
+        if id(entry.dist) not in known:
+            metadata = entry.dist.metadata
+            known[id(entry.dist)] = metadata["Name"], metadata["Version"]
+        found.append(_Installed(entry, *known[id(entry.dist)]))
+    return sorted(found, key=lambda plugin: plugin.provider != _OURS)
 
 
 def _chosen(installed: list[_Installed]) -> Iterator[_Installed]:
     """Those that the environment variables leave; a name of no plugin is told."""
     selects = _named(SELECT, installed)
     disables = _named(DISABLE, installed) or frozenset()
-    for distribution, entry in installed:
-        names = _names(distribution, entry)
-        ours = not _is_foreign(distribution)
-        selected = selects is None or ours or names & selects
-        if selected and not names & disables:
-            yield distribution, entry
+    for plugin in installed:
+        builtin = plugin.provider == _OURS
+        selected = selects is None or builtin or plugin.names & selects
+        if selected and not plugin.names & disables:
+            yield plugin
 
 
 def _named(variable: str, installed: list[_Installed]) -> frozenset[str] | None:
@@ -263,30 +273,20 @@ def _named(variable: str, installed: list[_Installed]) -> frozenset[str] | None:
         return None
     given = [part.strip() for part in os.environ[variable].split(",")]
     names = {_plain(name): name for name in given if name}
-    known = [name for plugin in installed for name in _names(*plugin)]
+    known = sorted({name for plugin in installed for name in plugin.names})
     for name in names:
         if name not in known:
             warnings.warn(
                 f"{variable} names {names[name]!r}, which is no installed plugin; "
-                f"there are: {', '.join(sorted(set(known)))}",
+                f"there are: {', '.join(known)}",
                 stacklevel=2,
             )
     return frozenset(names)
 
 
-def _names(
-    distribution: importlib.metadata.Distribution, entry: importlib.metadata.EntryPoint
-) -> frozenset[str]:
-    return frozenset({_plain(distribution.name), _plain(entry.name)})
-
-
 def _plain(name: str) -> str:
     """A name as it is compared, whichever of ``-``, ``_`` and ``.`` is written."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _is_foreign(distribution: importlib.metadata.Distribution) -> bool:
-    return distribution.name != _OURS
 
 
 def _said(error: BaseException) -> str:

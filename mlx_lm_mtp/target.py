@@ -21,10 +21,10 @@ from .errors import DrafterError
 from .origin import ByModel
 from .state.capture import see_through
 from .state.recurrence import Recurrence, current
-from .state.rowwise import latent_attentions, rowwise
+from .state.rowwise import attentions_by_row, rowwise
 from .wrapping import wrap
 
-_latent: ByModel[frozenset[type[nn.Module]]] = ByModel()
+_by_row: ByModel[frozenset[type[nn.Module]]] = ByModel()
 ONE_ROW = "MLX quantises activations on the CPU for one row only"
 
 
@@ -51,7 +51,7 @@ class Target:
             does.
 
     Attributes:
-        one_row: Whether it can be fed one token at a time only, see `ONE_ROW`.
+        one_row: Why it can be fed one token at a time only; empty if it need not.
 
     Raises:
         DrafterError: If hidden states are wanted and no final norm is found.
@@ -68,19 +68,19 @@ class Target:
         see_through()
         self._hidden = hidden
         self._norm = None if hidden is None else _final_norm(model)
-        self._latent = _latent.get(model)
-        if self._latent is None:
-            self._latent = _latent[model] = latent_attentions(model)
+        self._by_row = _by_row.get(model)
+        if self._by_row is None:
+            self._by_row = _by_row[model] = attentions_by_row(model)
         quantized = any(isinstance(m, nn.QQLinear) for m in model.modules())
-        self.one_row = quantized and mx.default_device() == mx.cpu
+        self.one_row = ONE_ROW if quantized and mx.default_device() == mx.cpu else ""
 
     def __call__(
         self, tokens: mx.array, caches: Sequence[Any], *, verify: bool = False
     ) -> Forward:
         """Feed `(1, S)` tokens; with `verify`, in the arithmetic of decoding."""
         with ExitStack() as stack:
-            if verify and self._latent and tokens.shape[1] > 1:
-                stack.enter_context(rowwise(self._latent))
+            if verify and self._by_row and tokens.shape[1] > 1:
+                stack.enter_context(rowwise(self._by_row))
             stack.enter_context(self._recurrence())
             tap = stack.enter_context(_tapped(self._norm))
             logits = self.model(tokens, cache=caches)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from .profile import Stopwatch
 from .state.capture import Recording
+from .state.limits import unknown_arithmetic
 from .state.paths import SideBySide, StandIns
 from .state.snapshot import Snapshot
 from .state.verified import (
@@ -36,6 +37,9 @@ class Verifier:
         mode: ``batch`` or ``step``.
         stats: Replays are counted here.
         timed: Times snapshots and replays.
+
+    Attributes:
+        one_row: Why inputs are to be fed one by one; empty if they need not.
     """
 
     def __init__(
@@ -52,12 +56,16 @@ class Verifier:
         self._stats = stats
         self._timed = timed
         self._committable = False
+        self.one_row = target.one_row
 
     def first(self, tokens: mx.array) -> Forward:
         """Feed the last prompt token `(1, 1)`, and learn whether commits will work."""
         with Recording() as recording:
             forward = self.target(tokens, self.caches)
         self._committable = can_commit(self.caches, recording)
+        self.one_row = self.target.one_row or unknown_arithmetic(
+            self.target.model, self.caches, recording
+        )
         return forward
 
     def __call__(self, tokens: mx.array) -> tuple[Forward, Verified]:

@@ -12,8 +12,9 @@ import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, speculative_generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_lm_mtp import DraftOptions, Tally
@@ -179,6 +180,26 @@ def test_a_second_turn_goes_on_from_its_caches() -> None:
         )
         assert [token for token, *_ in ours] == [token for token, _ in stock]
         assert sum(drafted for *_, drafted in ours) >= 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_caches_of_another_model_are_not_taken_over(family: str) -> None:
+    """Of as many layers of the same kinds, but of other sizes."""
+    drafter, entries = drafter_of(family), held(family, PROMPT)
+    drafter.begin()
+    assert drafter.resume(entries) == len(PROMPT)
+    for entry in entries:
+        parts = [a for _, a in tree_flatten(entry.state) if isinstance(a, mx.array)]
+        wide = [mx.concatenate([a, a], axis=-1) for a in parts]
+        if isinstance(entry, KVCache):
+            entry.keys, entry.values = wide
+        else:
+            entry.cache = wide
+    drafter.begin()
+    assert drafter.resume(entries) == 0
+    assert drafter.resume(entries[:-1]) == 0
+    assert drafter.caches[0] is not entries[0]
+    assert drafter.resume(make_prompt_cache(drafter.model)) == 0
 
 
 # --- vocabularies -----------------------------------------------------------------

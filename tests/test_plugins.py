@@ -260,7 +260,7 @@ def test_a_built_in_drafter_keeps_its_name(site: Site) -> None:
 def test_without_its_entry_point_our_own_drafter_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: iter(()))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     assert list(loaded()) == []
 
 

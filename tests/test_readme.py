@@ -95,7 +95,17 @@ def test_every_option_is_in_the_readme() -> None:
     from mlx_lm_mtp import DraftOptions
 
     for option in fields(DraftOptions):
-        assert option.name in README
+        assert option.name in README or not option.metadata
+
+
+def test_every_drafter_and_its_options_are_documented() -> None:
+    from mlx_lm_mtp.plugins import drafters
+
+    page = (ROOT / "docs" / "drafters.md").read_text()
+    for name in drafters():
+        assert f"`{name}`" in README
+        for described in drafters()[name].described():
+            assert f"`{described.partition('=')[0]}`" in page
 
 
 def test_links_lead_somewhere() -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..anatomy import embedding
@@ -48,18 +50,29 @@ class _Fed:
 
     Args:
         unfed: `(1, u)`, tokens that were kept before, and fed with the path.
-        path: m, how many tokens of the path were fed with them.
-        before: What :func:`light_snapshot` gave before these, then before each draft.
+        path: `(1, m)`.
+        inputs: What was fed, the path first, then each draft but the last.
+        before: What :func:`light_snapshot` gave before each of them.
     """
 
     unfed: mx.array
-    path: int
+    path: mx.array
+    inputs: list[mx.array] = field(default_factory=list)
     before: list[list[Snapshot | None]] = field(default_factory=list)
 
     @property
-    def inputs(self) -> int:
+    def width(self) -> int:
         """Tokens of the path and drafts behind it that were fed."""
-        return self.path + len(self.before) - 1
+        return self.path.shape[1] + len(self.inputs) - 1
+
+    def same(self, tokens: mx.array) -> int:
+        """How many of `(1, n)` tokens were fed.
+
+        Drafts have been computed by now, and so nothing is waited for.
+        """
+        fed = [token for array in self.inputs for token in array.tolist()[0]]
+        pairs = zip(fed, tokens.tolist()[0], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class DraftModelDrafter:
@@ -100,71 +113,85 @@ class DraftModelDrafter:
 
     def draft_behind(self, path: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
         """The same behind `(1, m)` tokens; see :class:`.base.Continuing`."""
-        fed = self._fed = _Fed(self._unfed, path.shape[1])
-        tokens = mx.concatenate([self._unfed, path.astype(mx.uint32)], axis=1)
+        self._take_back()
+        fed = self._fed = _Fed(self._unfed, path)
         self._unfed = self._unfed[:, :0]
 
         def following(tokens: mx.array) -> mx.array:
             fed.before.append(light_snapshot(self.caches))
-            return self._feed(tokens)
+            first = not fed.inputs
+            fed.inputs.append(tokens)
+            both = (fed.unfed, tokens.astype(mx.uint32))
+            return self._feed(mx.concatenate(both, axis=1) if first else tokens)
 
-        return stepwise.proposal(
-            stepwise.chain(following(tokens), k, wanted, following), wanted
-        )
+        chosen = stepwise.chain(following(path), k, wanted, following)
+        return stepwise.proposal(chosen, wanted)
 
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Keep of what was fed the `(1, n)` tokens that the target has kept."""
         fed, self._fed = self._fed, None
         self._observed = tokens, fed
-        self._keep(fed, 0 if fed is None else fed.inputs, tokens)
-        if fed is None and self._unfed.shape[1] > _MANY:
+        if fed is not None:
+            self._keep(fed, fed.width, tokens)
+            return
+        self._unfed = mx.concatenate([self._unfed, tokens], axis=1)
+        if self._unfed.shape[1] > _MANY:
             self._feed_unfed()
             mx.async_eval([cache.state for cache in self.caches])
 
     def rewind(self, tokens: int) -> None:
         """Go back; see :class:`.base.Rewinding`."""
         assert self._observed is not None, "observe comes before rewind"
-        if (drafted := self._fed) is not None:
-            self._keep(drafted, drafted.inputs, drafted.unfed[:, :0])
+        self._take_back()
         observed, fed = self._observed
-        n = observed.shape[1]
-        held = 0 if fed is None or n < fed.path else min(n, fed.inputs)
-        if not held:
+        left = observed[:, : observed.shape[1] - tokens]
+        if fed is None or fed.same(observed) < fed.path.shape[1]:
             self._unfed = self._unfed[:, : self._unfed.shape[1] - tokens]
         else:
-            self._keep(fed, held, observed[:, : n - tokens])
-        self._fed = None
+            self._keep(fed, fed.same(observed), left)
 
-    def _keep(self, fed: _Fed | None, held: int, tokens: mx.array) -> None:
+    def _take_back(self) -> None:
+        """Undo a draft of which nothing was kept."""
+        fed, self._fed = self._fed, None
+        if fed is not None:
+            self._keep(fed, fed.width, fed.path[:, :0])
+
+    def _keep(self, fed: _Fed, held: int, tokens: mx.array) -> None:
         """Go from `held` fed inputs back to those that are among these tokens.
 
         The tokens that are not fed yet, or no longer, wait for the next draft.
         """
-        if fed is None:
-            self._unfed = mx.concatenate([self._unfed, tokens], axis=1)
-            return
-        n = min(tokens.shape[1], held)
-        if n < fed.path:  # all of what was fed together goes
+        n, m = min(fed.same(tokens), held), fed.path.shape[1]
+        if n < m:  # all of what was fed together goes
             light_restore(self.caches, fed.before[0], held + fed.unfed.shape[1])
             self._unfed = mx.concatenate([fed.unfed, tokens], axis=1)
             return
         if n < held:
-            light_restore(self.caches, fed.before[n - fed.path + 1], held - n)
+            light_restore(self.caches, fed.before[n - m + 1], held - n)
         self._unfed = tokens[:, n:]
 
     def suspend(self) -> list[Any]:
         """The model's caches, as stock keeps them behind the target's."""
+        self._take_back()
         self._feed_unfed()
         return list(self.caches)
 
     def resume(self, caches: Sequence[Any]) -> int:
         """Take over what :meth:`suspend` gave; see :class:`.base.Carrying`."""
-        fits = list(map(type, caches)) == list(map(type, self.caches))
-        if not fits:
+        if not self._knows(caches):
             return 0
         self.caches = list(caches)
         offsets = [getattr(cache, "offset", 0) for cache in flat(caches)]
         return max((n for n in offsets if isinstance(n, int)), default=0)
+
+    def _knows(self, caches: Sequence[Any]) -> bool:
+        """Whether these may be this model's, judged by what one token leaves there."""
+        if list(map(type, caches)) != list(map(type, self.caches)):
+            return False
+        own = make_prompt_cache(self.model)
+        self.model(mx.zeros((1, 1), dtype=mx.uint32), cache=own)  # never computed
+        pairs = list(zip(flat(caches), flat(own), strict=True))
+        return all(cache.empty() or _kind(cache) == _kind(o) for cache, o in pairs)
 
     def _feed_unfed(self) -> None:
         if self._unfed.shape[1]:
@@ -176,6 +203,16 @@ class DraftModelDrafter:
         if self._rows is not None:  # the target may have a larger vocabulary
             tokens = mx.minimum(tokens, self._rows - 1)
         return self.model(tokens, cache=self.caches)[:, -1:]
+
+
+def _kind(cache: Any) -> list[tuple[int, ...]]:
+    """The shapes of what a cache holds, but for the number of tokens."""
+    tokens = -2 if hasattr(cache, "keys") else None
+    return [
+        tuple(n for i, n in enumerate(array.shape, -array.ndim) if i != tokens)
+        for _, array in tree_flatten(cache.state)
+        if isinstance(array, mx.array)
+    ]
 
 
 _loaded: ByModel[dict[str, tuple[nn.Module, Any]]] = ByModel()

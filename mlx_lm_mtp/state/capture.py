@@ -16,9 +16,9 @@ down arrays only in a thread that records, and only between `Recording.__enter__
 stores, so no model code is copied, and every model that is built on those functions is
 covered.
 
-A state-space layer has one formula for a token and another for several. While a
-recording lasts it computes token by token, which is both the arithmetic of decoding and
-a state after each token.
+State-space layers and lightning attention have one formula for a token and another for
+several. While a recording lasts they compute token by token, which is both the
+arithmetic of decoding and a state after each token.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm import models
 from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import ArraysCache
 
@@ -229,6 +230,35 @@ def _state_space(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
     return recurrence
 
 
+def _lightning(stock: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    @functools.wraps(stock)
+    def recurrence(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        scale: float,
+        h: mx.array | None = None,
+        **more: Any,
+    ) -> Arrays:
+        recording = _current()
+        if recording is None or more.get("mask") is not None:
+            return stock(q, k, v, g, scale=scale, h=h, **more)
+
+        def by_token() -> Recorded:
+            ys, states = [], [h]
+            for t in range(q.shape[2]):  # q, k and v are (B, H, T, D)
+                token = (x[:, :, t : t + 1] for x in (q, k, v))
+                y, last = stock(*token, g, scale=scale, h=states[-1])
+                ys.append(y)
+                states.append(last)
+            return mx.concatenate(ys, axis=2), last, states.__getitem__
+
+        return recording.layer(q.shape[2], h, by_token)
+
+    return recurrence
+
+
 def _conv(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(stock)
     def conv(self: nn.Conv1d, x: mx.array) -> mx.array:
@@ -246,9 +276,13 @@ _WRAPPERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (ssm, "ssm_update_kernel", _state_space),
     (nn.Conv1d, "__call__", _conv),
 ]
+_LIGHTNING = ("bailing_hybrid", "bailing_moe_linear")  # each has a function of its own
 
 
 def see_through() -> None:
     """Put the wrappers in place; they do as stock does until a thread asks for more."""
     for owner, name, wrapper in _WRAPPERS:
         wrap(owner, name, wrapper)
+    for name in _LIGHTNING:
+        if (loaded := getattr(models, name, None)) is not None:
+            wrap(loaded, "recurrent_gla", _lightning)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from . import capture
 from .commit import flat
@@ -44,8 +44,12 @@ class StandIns:
         pairs = self._appended.get(id(stand_in))
         if not pairs:
             return None
-        keys, values = zip(*pairs, strict=True)
-        return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+        keys, values = (mx.concatenate(x, axis=2) for x in zip(*pairs, strict=True))
+        if type(stand_in) is KVCache:
+            # A layer may write over it, as an indexer does that needs no values.
+            rows = slice(stand_in.offset - keys.shape[2], stand_in.offset)
+            return stand_in.keys[..., rows, :], stand_in.values[..., rows, :]
+        return keys, values
 
     def _stand_in(self, cache: Any) -> Any:
         made = copy.copy(cache)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CommitError
 from . import capture, commit
-from .limits import rings
+from .limits import forgets
 from .snapshot import Snapshot, restore, snapshot
 
 
@@ -110,10 +110,10 @@ def light_snapshot(caches: Sequence[Any]) -> list[Snapshot | None]:
     """A snapshot of what cannot be trimmed later, and None for what can.
 
     Copying a trimmable cache would cost a copy of the whole context at the next
-    write; trimming it costs nothing. A rotating cache may stop being trimmable.
+    write; trimming it costs nothing. What forgets may lose more than was written.
     """
     return [
-        None if c.is_trimmable() and not rings([c]) else snapshot([c])[0]
+        None if c.is_trimmable() and not forgets(c) else snapshot([c])[0]
         for c in caches
     ]
 
