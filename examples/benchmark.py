@@ -2,6 +2,7 @@
 
     python examples/benchmark.py [--model PATH] [--tokens N] [--temp T] [--json FILE]
     python examples/benchmark.py --strategies
+    python examples/benchmark.py --drafters
 
 Every prompt is decoded by stock and with each k (or each strategy) in turn, `repeat`
 times over, so that a slow moment of the machine falls on all of them. Reported are
@@ -71,6 +72,15 @@ STRATEGIES: list[dict[str, Any]] = [
     {"k": 3, "shortlist": 2048},
     {"k": 3, "capture": "replay"},
 ]
+DRAFTERS: list[dict[str, Any]] = [
+    {"k": 3},
+    {"draft": "ngram", "k": 3},
+    {"draft": "ngram", "k": 5},
+    {"draft": "ngram", "k": 8},
+    {"draft": "chain", "k": 5},
+    {"draft": "chain", "k": 8},
+    {"draft": "chain", "k": 6, "chain.drafters": "mtp:2,ngram"},
+]
 # For temperatures above 0.
 SAMPLING: list[dict[str, Any]] = [
     {"k": 1},
@@ -137,9 +147,9 @@ def measure(
                 prompt,
                 args.tokens,
                 sampler=sampler,
-                draft="mtp",
+                draft=strategy.get("draft", "mtp"),
                 num_draft_tokens=strategy["k"],
-                draft_options={n: v for n, v in strategy.items() if n != "k"},
+                draft_options=options_of(strategy),
                 draft_stats=stats[name],
             )
             assert tokens == truth, f"{prompt!r}, {name}: tokens differ from stock's"
@@ -157,6 +167,11 @@ def measure(
         )
         for name in args.strategies
     ]
+
+
+def options_of(strategy: dict[str, Any]) -> dict[str, Any]:
+    """What of a strategy is a draft option."""
+    return {n: v for n, v in strategy.items() if n not in ("k", "draft")}
 
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:
@@ -204,11 +219,15 @@ def main() -> None:
     parser.add_argument(
         "--sampling", action="store_true", help="ways of drafting what is sampled"
     )
+    parser.add_argument(
+        "--drafters", action="store_true", help="the other drafters beside the head"
+    )
     parser.add_argument("--temp", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     args = parser.parse_args()
     chosen = STRATEGIES if args.strategies else [{"k": k} for k in args.k]
     chosen = SAMPLING if args.sampling else chosen
+    chosen = DRAFTERS if args.drafters else chosen
     args.strategies = {
         ", ".join(f"{name}={value}" for name, value in strategy.items()): strategy
         for strategy in chosen

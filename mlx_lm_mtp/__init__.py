@@ -23,6 +23,7 @@ _EXPORTS = {
     "hookimpl": "hookspecs",
     "hookspec": "hookspecs",
     "option": "declared",
+    "CONTRACT": "drafters.base",
     "Drafter": "drafters.base",
     "Branch": "drafters.base",
     "Choices": "drafters.base",

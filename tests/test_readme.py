@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mlx_lm_mtp
+from mlx_lm_mtp import DraftOptions, hookspecs
+from mlx_lm_mtp.drafters import base
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -74,26 +79,77 @@ def test_ci_runs_the_second_command() -> None:
     assert re.search(rf"^{test}\b", script, re.MULTILINE)
 
 
-def test_the_documented_contract_is_the_contract() -> None:
-    import inspect
+DRAFTERS = (ROOT / "docs" / "drafters.md").read_text()
 
-    from mlx_lm_mtp import Drafter
 
-    page = (ROOT / "docs" / "drafters.md").read_text()
-    for name in ("begin", "prefill", "draft", "observe"):
-        parameters = inspect.signature(getattr(Drafter, name)).parameters
-        shown = ", ".join(
-            p.name if p.name == "self" else f"{p.name}: {p.annotation}"
-            for p in parameters.values()
+def shown(method: Any) -> str:
+    """A signature as the page has it."""
+    return ", ".join(
+        p.name
+        if p.name == "self"
+        else f"{p.name}: {p.annotation}"
+        + ("" if p.default is p.empty else f" = {p.default}")
+        for p in inspect.signature(method).parameters.values()
+    )
+
+
+@pytest.mark.parametrize("name", ["begin", "prefill", "draft", "observe"])
+def test_the_documented_contract_is_the_contract(name: str) -> None:
+    method = getattr(base.Drafter, name)
+    returned = inspect.signature(method).return_annotation
+    assert f"def {name}({shown(method)}) -> {returned}: ..." in DRAFTERS
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        base.Carrying.suspend,
+        base.Carrying.resume,
+        base.Rewinding.rewind,
+        base.Continuing.draft_behind,
+    ],
+    ids=lambda method: method.__name__,
+)
+def test_what_more_a_drafter_can_do_is_documented(method: Any) -> None:
+    returned = inspect.signature(method).return_annotation
+    assert f"`{method.__name__}({shown(method)}) -> {returned}`" in DRAFTERS
+
+
+def test_what_a_drafter_can_give_is_documented() -> None:
+    assert all(f"`{offer}`" in DRAFTERS for offer in base.OFFERS)
+
+
+def test_the_hook_is_documented() -> None:
+    parameters = inspect.signature(hookspecs.Register.__call__).parameters.values()
+    for p in list(parameters)[1:]:
+        default = "" if p.default is p.empty else f" = {p.default}"
+        assert (
+            f"| `{p.name}: {p.annotation}{default}` |".replace(
+                "type | None", "type \\| None"
+            )
+            in DRAFTERS
         )
-        assert f"def {name}({shown}) -> " in page
+    assert f"number **{base.CONTRACT}**" in DRAFTERS
+
+
+def test_the_context_is_documented() -> None:
+    for field in fields(base.DraftContext):
+        assert f"`{field.name}`" in DRAFTERS or field.name == "others"
+
+
+def test_the_plugin_in_the_page_is_the_example() -> None:
+    folder = ROOT / "examples" / "drafter_plugin"
+    code = (folder / "followers.py").read_text()
+    assert f"```python\n{code}```" in DRAFTERS
+    assert len([line for line in code.splitlines() if line]) <= 40
+    kit = (folder / "test_followers.py").read_text()
+    for block in re.findall(r"```python\n(def test_.*?)```", DRAFTERS, re.DOTALL):
+        assert block in kit
+    for block in blocks(ROOT / "docs" / "drafters.md", "toml"):
+        assert block in (folder / "pyproject.toml").read_text()
 
 
 def test_every_option_is_in_the_readme() -> None:
-    from dataclasses import fields
-
-    from mlx_lm_mtp import DraftOptions
-
     for option in fields(DraftOptions):
         assert option.name in README or not option.metadata
 
@@ -101,11 +157,10 @@ def test_every_option_is_in_the_readme() -> None:
 def test_every_drafter_and_its_options_are_documented() -> None:
     from mlx_lm_mtp.plugins import drafters
 
-    page = (ROOT / "docs" / "drafters.md").read_text()
     for name in drafters():
         assert f"`{name}`" in README
         for described in drafters()[name].described():
-            assert f"`{described.partition('=')[0]}`" in page
+            assert f"`{described.partition('=')[0]}`" in DRAFTERS
 
 
 def test_links_lead_somewhere() -> None:
