@@ -25,6 +25,7 @@ _EXPORTS = {
     "DrafterFault": "report",
     "Finding": "report",
     "Report": "report",
+    "Spec": "models",
     "TinyModel": "models",
     "tiny_models": "models",
     "tiny_tokenizer": "tokenizer",

@@ -232,8 +232,13 @@ def malformed(trial: Trial) -> Iterator[str]:
 def any_length(trial: Trial) -> Iterator[str]:
     """Proposals may be empty, shorter than k, or longer, and of any integer dtype."""
     for length in (0, 1, 2, 7):
-        for found in trial.differences(12, steered=_RIGHT, wrap=_cut_to(length)):
+        stats = Tally()
+        for found in trial.differences(
+            12, steered=_RIGHT, wrap=_cut_to(length), stats=stats
+        ):
             yield f"{length} drafts of 3: {found}"
+        if max(stats.drafted, default=0) >= 3:
+            yield f"{length} drafts of 3: {max(stats.drafted) + 1} were verified"
     for dtype in (mx.int32, mx.int64, mx.uint8):
         for found in trial.differences(12, steered=_MIXED, wrap=_as(dtype)):
             yield f"drafts in {dtype}: {found}"

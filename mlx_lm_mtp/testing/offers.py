@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from ..stats import Tally
 from .table import Check
 from .trial import Sampling, Trial
 
@@ -42,6 +43,12 @@ def branches(trial: Trial) -> Iterator[str]:
             )
     options = trial.options(rescue=1)
     yield from trial.differences(_N, options=options, steered="0", stop=6)
+    stats = Tally()
+    yield from trial.differences(
+        _N, options=options, steered="0", kinds=("wrong",), stats=stats
+    )
+    if stats.rescues:
+        yield f"rescues: by wrong branches there were {stats.rescues.total()}"
 
 
 def logprobs(trial: Trial) -> Iterator[str]:
@@ -60,9 +67,10 @@ def readout(trial: Trial) -> Iterator[str]:
     options = trial.options(shortlist=few)
     yield from trial.differences(_N, options=options)
     watched = trial.drafter(options)
-    trial.drafted(watched, _N, options=options)
+    trial.drafted(watched, 3 * _N, options=options)
     used = {token for proposal in watched.proposals for token in proposal}
-    most = few + len(set(trial.prompt))
+    special = set(getattr(trial.tokenizer, "all_special_ids", None) or ())
+    most = few + len({*trial.prompt, *special})
     if len(used) > most:
         yield f"shortlist: {most} tokens at most were expected, and {len(used)} seen"
 

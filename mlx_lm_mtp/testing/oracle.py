@@ -135,12 +135,12 @@ def result_differences(ours: Result, theirs: Result) -> list[str]:
     found = []
     if ours.tokens != theirs.tokens:
         found.append(f"tokens: {sequence_difference(ours.tokens, theirs.tokens)}")
-    found += [
-        f"log-probabilities: of token {i}"
-        for i, (a, b) in enumerate(zip(ours.logprobs, theirs.logprobs, strict=False))
-        if not same_bits(a, b)
-    ]
-    found += [f"caches: {d}" for d in differences(ours.caches, theirs.caches)]
+    pairs = enumerate(zip(ours.logprobs, theirs.logprobs, strict=False))
+    if wrong := [i for i, (a, b) in pairs if not same_bits(a, b)]:
+        found.append(f"log-probabilities: of tokens at positions {wrong}")
+    if wrong := differences(ours.caches, theirs.caches):
+        more = f", and {len(wrong) - 2} more" if len(wrong) > 2 else ""
+        found.append(f"caches: {'; '.join(wrong[:2])}{more}")
     if ours.random_state != theirs.random_state:
         found.append(
             f"random state: {theirs.random_state} was expected, and "
@@ -199,11 +199,18 @@ def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> list[str]:
         if left.keys() != right.keys():
             found.append(f"cache {i}: {sorted(left)} and {sorted(right)}")
         found += [
-            f"cache {i}, {name}: {left[name].shape} and {right[name].shape}"
-            for name in left.keys() & right.keys()
+            f"{type(a).__name__} {i}, {name}: {_unlike(left[name], right[name])}"
+            for name in sorted(left.keys() & right.keys())
             if not same_bits(left[name], right[name])
         ]
     return found
+
+
+def _unlike(a: mx.array, b: mx.array) -> str:
+    """How two arrays differ, the expected one being the second."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return f"{b.dtype} {b.shape} was expected, and {a.dtype} {a.shape} found"
+    return f"{mx.sum(a != b).item()} of {a.size} numbers are not as expected"
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

@@ -8,6 +8,7 @@ random models it may never be.
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,9 +45,11 @@ class Play:
     def __init__(self, trial: Trial, drafter: Watched) -> None:
         self.drafter = drafter
         self.vocabulary = trial.vocabulary
-        self._caches = trial.tiny.caches(trial.model)
+        self._new_caches = lambda: trial.tiny.caches(trial.model)
+        self._caches = self._new_caches()
         hidden = hidden_for(drafter, trial.options().hidden)
         self._target = Target(trial.model, hidden)
+        self._next = itertools.cycle(trial.prompt)
         self.tokens: list[int] = []
         self.pending = 0
 
@@ -80,76 +83,89 @@ class Play:
         drafts = self.draft()
         kept = min(kept, len(drafts))
         tokens = [self.pending, *drafts[:kept]]
-        said = drafts[kept] if kept < len(drafts) else tokens[-1]
         self.observe(tokens)
-        self.pending = (said + 1) % self.vocabulary
+        # One of the prompt, so that what was seen before comes again.
+        wrong = drafts[kept] if kept < len(drafts) else tokens[-1]
+        self.pending = next(token for token in self._next if token != wrong)
         return tokens
 
+    def rewind(self, shown: list[int], back: int) -> None:
+        """Have the last of the shown tokens taken back, and go on with the first."""
+        self.draft()
+        self.drafter.rewind(back)
+        if back:
+            self.pending = shown[-back]
+            self._forget(back)
 
-def proposal_after(
-    trial: Trial, tokens: Sequence[int], prompt: int, pending: int
-) -> list[int]:
-    """What a new drafter proposes that has proposed nothing before.
+    def _forget(self, n: int) -> None:
+        """The target has not said the last n tokens."""
+        tokens, self.tokens = self.tokens[:-n], []
+        self._caches = self._new_caches()
+        self._fed(tokens)
 
-    Args:
-        tokens: All that it is shown.
-        prompt: How many of them are the prompt, the others being rounds of one.
-        pending: What comes next.
-    """
+
+def started(trial: Trial, chunk: int = 2048) -> Play:
+    """A play of a new drafter that was shown the prompt."""
     play = Play(trial, trial.drafter())
     play.drafter.begin()
-    play.prefill(tokens[:prompt])
-    for token in tokens[prompt:]:
-        play.observe([token])
-    play.pending = pending
-    return play.draft()
+    play.prefill(trial.prompt, chunk)
+    return play
 
 
-def _expected(
-    trial: Trial, play: Play, prompt: int, what: str, seen: list[int] | None = None
+def as_if_untouched(
+    trial: Trial, play: Play, what: str, asked: Sequence[int] = ()
 ) -> Iterator[str]:
-    """A finding if the drafter proposes otherwise than one that was told the same."""
-    pending = play.pending
-    seen = play.draft() if seen is None else seen
-    wanted = proposal_after(trial, play.tokens, prompt, pending)
-    if seen != wanted:
-        yield (
-            f"{what}, behind {pending} it proposes {seen}; one that was shown the same "
-            f"tokens, and has drafted nothing before, {wanted}"
-        )
+    """A finding if a drafter proposes otherwise than a new one which is shown the same
+    tokens one by one, and has drafted nothing before.
+
+    Args:
+        what: What the drafter has been through.
+        asked: Tokens behind which it has to propose, after the pending one.
+    """
+    other, prompt = started(trial), len(trial.prompt)
+    for token in play.tokens[prompt:]:
+        other.observe([token])
+    for token in (play.pending, *(asked or play.tokens[-4:])):
+        play.pending = other.pending = token
+        seen, wanted = play.draft(), other.draft()
+        if seen != wanted:
+            yield (
+                f"{what}, behind {token} it proposes {seen}; one that was shown the "
+                f"same tokens, and has drafted nothing before, {wanted}"
+            )
+            return
+        for each in (play, other):
+            each.observe([token])
+    yield from dict.fromkeys(play.drafter.faults)
 
 
 def rounds_leave_no_trace(trial: Trial) -> Iterator[str]:
     """What is proposed depends on the tokens that were kept alone: not on the drafts
     that were rejected, nor on how many tokens came at once."""
     for chunk in (2048, 4, 1):
-        play = Play(trial, trial.drafter())
-        play.drafter.begin()
-        play.prefill(trial.prompt, chunk)
+        play = started(trial, chunk)
         for kept in _KEPT:
             play.round(kept)
         what = f"after a prompt in chunks of {chunk} and {len(_KEPT)} rounds"
-        yield from _expected(trial, play, len(trial.prompt), what)
-        yield from play.drafter.faults
+        yield from as_if_untouched(trial, play, what, trial.prompt[:4])
+
+
+def _rewound(trial: Trial) -> Iterator[tuple[Play, list[int], str]]:
+    """Drafters that were rewound by any number of tokens, what their last round had
+    shown them, and that in words."""
+    for kept in range(1, _K + 1):
+        for back in range(kept + 1):
+            play = started(trial)
+            shown = play.round(kept)
+            if back < len(shown):
+                play.rewind(shown, back)
+                yield play, shown, f"rewound by {back} of {len(shown)} tokens"
 
 
 def rewinds(trial: Trial) -> Iterator[str]:
     """`rewind` takes back the last draft, and tokens that `observe` has shown."""
-    for kept in (1, 2, 3):
-        for back in range(kept + 1):
-            play = Play(trial, trial.drafter())
-            play.drafter.begin()
-            play.prefill(trial.prompt)
-            shown = play.round(kept)
-            play.draft()
-            back = min(back, len(shown) - 1)
-            play.drafter.rewind(back)
-            if back:
-                play.pending = shown[-back]
-                del play.tokens[-back:]
-            what = f"rewound by {back} of {len(shown)} tokens"
-            yield from _expected(trial, play, len(trial.prompt), what)
-            yield from play.drafter.faults
+    for play, shown, what in _rewound(trial):
+        yield from as_if_untouched(trial, play, what, shown[::-1])
 
 
 # --- its memory in the caller's prompt cache --------------------------------------
@@ -203,9 +219,7 @@ def _second_turn(
             "that it was shown"
         )
     elif watched.resumed == resident and watched.proposals:
-        play = Play(trial, trial.drafter())
-        play.drafter.begin()
-        play.prefill(trial.prompt)
+        play = started(trial)
         for token in first.tokens:
             play.observe([token])
         play.prefill(second)
@@ -228,36 +242,25 @@ def foreign_entries(trial: Trial) -> Iterator[str]:
             yield f"{len(entries)} empty KVCaches: resume() says {seen}, not 0"
         play = Play(trial, watched)
         play.prefill(trial.prompt)
-        yield from _expected(trial, play, len(trial.prompt), "with foreign entries")
+        yield from as_if_untouched(trial, play, "with foreign entries")
 
 
 def suspended_after_rewinding(trial: Trial) -> Iterator[str]:
     """Who is rewound and suspended then has seen what was left, and no more."""
-    for back in (0, 1, 2):
-        play = Play(trial, trial.drafter())
-        play.drafter.begin()
-        play.prefill(trial.prompt)
-        shown = play.round(_K)
-        play.draft()
-        back = min(back, len(shown) - 1)
-        play.drafter.rewind(back)
-        if back:
-            play.pending = shown[-back]
-            del play.tokens[-back:]
+    for play, shown, what in _rewound(trial):
         entries = copy.deepcopy(play.drafter.suspend())
         play.drafter = trial.drafter()
         play.drafter.begin()
         seen = play.drafter.resume(entries)
-        if seen > len(play.tokens):
-            yield f"{seen} tokens are resumed, of {len(play.tokens)} that were left"
+        if not 0 < seen <= len(play.tokens):
+            yield f"{what}: {seen} tokens are resumed, of {len(play.tokens)}"
         elif seen == len(play.tokens):
-            what = f"rewound by {back} of {len(shown)} tokens and resumed"
-            yield from _expected(trial, play, len(trial.prompt), what)
+            yield from as_if_untouched(trial, play, f"{what} and resumed", shown[::-1])
 
 
 _CACHES, _REWIND = frozenset({"caches"}), frozenset({"rewind"})
 PLAYED = (
-    Check(rounds_leave_no_trace, models=3),
+    Check(rounds_leave_no_trace),
     Check(rewinds, needs=_REWIND),
     Check(carried, needs=_CACHES),
     Check(foreign_entries, models=1, needs=_CACHES),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .trial import Trial
 
 Run = Callable[[Trial], Iterator[str]]
-FEW = 2  # models for a check that is about the drafter more than about caches
+FEW = 3  # models for a check that is about the drafter more than about caches
 
 
 @dataclass(frozen=True)

@@ -271,8 +271,8 @@ class Trial:
         self, watched: Watched, ours: oracle.Result, theirs: oracle.Result
     ) -> Iterator[str]:
         """What differs from stock's, and what the drafter did or was shown wrongly."""
+        yield from dict.fromkeys(watched.faults)  # first, for the rest may follow
         yield from oracle.result_differences(ours, theirs)
-        yield from dict.fromkeys(watched.faults)
         wanted = [*self.prompt, *ours.tokens]
         if watched.shown != wanted:
             yield f"shown: {oracle.sequence_difference(watched.shown, wanted)}"

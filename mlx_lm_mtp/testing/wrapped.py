@@ -26,6 +26,8 @@ class Wrapped:
         drafter: The other one.
     """
 
+    suspicion = None  # on random models nothing is to be suspected if drafts are wrong
+
     def __new__(cls, drafter: Any, *args: Any, **kwargs: Any) -> Wrapped:
         """An object of a class of its own: protocols look for methods in the class."""
         methods = {
