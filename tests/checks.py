@@ -21,7 +21,7 @@ from scripted import Branching, Scripted, right_where
 from tiny import Spec, head_tensors
 
 import mlx_lm_mtp
-from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted, hidden_for
+from mlx_lm_mtp.drafters.base import Drafter, hidden_for
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
@@ -29,6 +29,7 @@ from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target
 from mlx_lm_mtp.testing.oracle import drafted, result_differences
 from mlx_lm_mtp.testing.scripted import fewest_rounds
+from mlx_lm_mtp.testing.wrapped import Steered
 
 DrafterOf = Callable[[list[int]], Drafter]  # from the tokens that stock yields
 CachesOf = Callable[[nn.Module], list[Any]]
@@ -153,30 +154,9 @@ def round_differences(model: nn.Module, pattern: str, k: int, n: int) -> Differe
 # --- the MTP drafter ----------------------------------------------------------------
 
 
-class Steered(MTPDrafter):
+def steered(head: MTPHead, script: Scripted) -> Steered:
     """Drafts with its head, so that its cache is used, but says what a script says."""
-
-    def __init__(self, head: MTPHead, script: Drafter) -> None:
-        self._script = script
-        super().__init__(head)
-
-    def begin(self) -> None:
-        super().begin()
-        self._script.begin()
-
-    def draft(self, token: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
-        super().draft(token, k, wanted)
-        if wanted == CHAIN:
-            return self._script.draft(token, k)
-        return self._script.draft(token, k, wanted)
-
-    def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
-        super().observe(tokens, hidden)
-        self._script.observe(tokens, None)
-
-    def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
-        super().prefill(tokens, hidden)
-        self._script.begin()  # what `observe` told it of the prompt
+    return Steered(MTPDrafter(head), script)
 
 
 def head_for(model: nn.Module) -> MTPHead:
@@ -199,14 +179,14 @@ def drafter_differences(
     only ever shown the final tokens."""
     truth = oracle.stock(model, prompt, max_tokens).tokens
     head = head_for(model)
-    ours = Steered(head, Branching(truth, right_where(pattern)))
+    ours = steered(head, Branching(truth, right_where(pattern)))
     made = drafted(model, prompt, max_tokens, ours, options=options).tokens
     fresh = MTPDrafter(head)
     tokens = mx.array([[*prompt, *made]])
     hidden = hidden_for(fresh, options.hidden)
     fresh.prefill(tokens, Target(model, hidden)(tokens, _new(model)).hidden)
-    for drafter in (ours, fresh):
-        MTPDrafter.draft(drafter, mx.array([[1]], dtype=mx.uint32), 1)
+    for drafter in (ours.inner, fresh):
+        drafter.draft(mx.array([[1]], dtype=mx.uint32), 1)
     return [f"drafter: {d}" for d in oracle.differences([ours.cache], [fresh.cache])]
 
 
@@ -227,12 +207,12 @@ def broken_off_differences(
     """
     model, caches = model_of(spec), _new(model_of(spec))
     truth = oracle.stock(model, prompt, n + 12).tokens
-    steered = Steered(head_for(model), Scripted(truth, right_where(pattern)))
+    drafter = steered(head_for(model), Scripted(truth, right_where(pattern)))
     ours = drafted(
         model,
         prompt,
         kwargs.pop("max_tokens", 256),
-        steered,
+        drafter,
         stop=n,
         take_back=take_back,
         caches=caches,

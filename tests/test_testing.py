@@ -19,7 +19,7 @@ import pytest
 from bigram import Bigram
 from scripted import Scripted
 
-from mlx_lm_mtp import Proposal, propose
+from mlx_lm_mtp import Proposal, generate, propose
 from mlx_lm_mtp.drafters.base import DraftContext, Drafter
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import DrafterError, InvalidOption, UnknownDrafter
@@ -87,11 +87,8 @@ def test_a_drafter_that_gives_everything_passes() -> None:
 
 
 def test_a_drafter_with_hidden_states_passes_on_models_of_its_own() -> None:
-    models = [
-        TinyModel("qwen3_5", Spec("qwen3_5").build),
-        TinyModel("qwen3_next", Spec("qwen3_next", weights="bf16").build),
-    ]
-    report = check_drafter(with_a_head, models=models)
+    bf16 = Spec("qwen3_next", weights="bf16")
+    report = check_drafter(with_a_head, models=[TinyModel("bf16", bf16.build)])
     assert set(report.checks) == set(CHECKS)
     assert dict(report.skipped) == {
         "head": "the drafter gives it, and the kit has no check of it"
@@ -191,6 +188,11 @@ def test_an_unknown_check_is_refused() -> None:
         check_drafter(Silent, only=["gready"])
 
 
+def test_no_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="models is empty"):
+        check_drafter(Silent, models=[])
+
+
 def test_the_random_state_and_the_device_stay_as_they_are() -> None:
     mx.random.seed(99)
     before, device = oracle.random_state(), mx.default_device()
@@ -220,6 +222,7 @@ BROKEN = (
     ("any_length", bigram.AllOrNothing, "ValueError was raised in observe"),
     ("beyond_the_vocabulary", bigram.Drawing, r"draft\(\) changed the state"),
     ("lazy_and_evaluated", bigram.OnlyInt32, "AssertionError.*uint32"),
+    ("hidden_states", bigram.AllOrNothing, "ValueError was raised in observe"),
     ("drift", bigram.Reminiscent, r"in a second generation, round \d+ proposes"),
     ("rounds_leave_no_trace", bigram.Vain, r"one that was shown the same tokens"),
     ("rewinds", bigram.Headlong, r"rewound by 1 of 2 tokens, behind \d+ it proposes"),
@@ -389,6 +392,54 @@ def test_a_check_in_which_nothing_is_accepted_means_nothing() -> None:
     assert says in message
 
 
+class Hungry(Silent):
+    """Needs hidden states."""
+
+    needs_hidden = True
+
+    def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        assert hidden is not None and hidden.shape == (*tokens.shape, 64)
+
+
+def test_models_without_hidden_states_are_left_out_and_that_is_said() -> None:
+    report = check_drafter(Hungry, only=["greedy"])
+    assert set(BY_NAME) - set(report.models) == {"convolution"}
+    assert "note: model convolution was left out: no final norm" in report.summary()
+
+
+def _shifted(stock: Any) -> Any:
+    def keep(self: Any, inputs: mx.array, hidden: Any, n: int, row: int) -> None:
+        hidden = None if hidden is None else mx.roll(hidden, 1, axis=1)
+        stock(self, inputs, hidden, n, row)
+
+    return keep
+
+
+def _always_given(stock: Any) -> Any:
+    def observe(self: Any) -> None:
+        self.unobserved = [
+            leg._replace(hidden=mx.zeros((*leg.inputs.shape, 64)))
+            for leg in self.unobserved
+        ]
+        stock(self)
+
+    return observe
+
+
+def test_hidden_states_of_other_tokens_are_found() -> None:
+    with patch.object(generate._Loop, "_keep", _shifted(generate._Loop._keep)):
+        message = faults(Hungry, "hidden_states")
+    assert re.search(r"shown with token \d+ is not the target's there", message)
+
+
+def test_hidden_states_for_who_needs_none_are_found() -> None:
+    stock = generate._Loop._observe
+    with patch.object(generate._Loop, "_observe", _always_given(stock)):
+        assert "a hidden state was shown with token 11" in faults(
+            Bigram, "hidden_states"
+        )
+
+
 # --- models -------------------------------------------------------------------------
 
 
@@ -513,7 +564,8 @@ PAGE = ROOT / "docs" / "testing-drafters.md"
 
 
 def test_every_check_is_documented() -> None:
-    documented = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", PAGE.read_text(), re.MULTILINE)
+    _, _, table = PAGE.read_text().partition("## What is checked")
+    documented = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", table, re.MULTILINE)
     assert documented == list(CHECKS)
     for check in CHECKS.values():
         assert check.contract.endswith(".")

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from ..drafters.base import Proposal
 from ..errors import DrafterError
 from ..stats import Tally
-from .oracle import result_differences
+from .oracle import result_differences, same_bits
 from .scripted import fewest_rounds, right_where
 from .table import Check
 from .trial import Sampling, Trial
@@ -290,6 +290,26 @@ def _lazy(proposal: Proposal) -> Proposal:
     return Proposal((proposal.tokens + 1) - 1)
 
 
+def hidden_states(trial: Trial) -> Iterator[str]:
+    """With each token that is shown comes the target's hidden state there, if the
+    drafter needs it, and else none."""
+    for stop in (None, 6):
+        watched = trial.drafter()
+        ours = trial.drafted(trial.steered(watched, 12, _MIXED), 12, stop=stop)
+        expected = trial.hidden([*trial.prompt, *ours.tokens])
+        shown = watched.hidden_shown
+        for i, (seen, wanted) in enumerate(zip(shown, expected, strict=False)):
+            if (seen is None) != (wanted is None):
+                given = "no hidden state" if seen is None else "a hidden state"
+                yield f"{given} was shown with token {i}"
+                break
+            if seen is not None and not same_bits(seen, wanted):
+                yield f"the hidden state shown with token {i} is not the target's there"
+                break
+        if len(shown) != len(expected):
+            yield f"{len(shown)} tokens were shown, of {len(expected)}"
+
+
 # --- the long run -------------------------------------------------------------------
 
 
@@ -328,5 +348,6 @@ GENERATIONS = (
     Check(any_length, claims=("accepted", "rejected")),
     Check(beyond_the_vocabulary, claims=("rejected",)),
     Check(lazy_and_evaluated, claims=("accepted", "rejected")),
+    Check(hidden_states, claims=("accepted", "rejected")),
     Check(drift, models=1),
 )

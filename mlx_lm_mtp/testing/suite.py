@@ -63,14 +63,14 @@ def check_drafter(
 
     Raises:
         DrafterFault: If anything is wrong; it lists all that was found.
-        ValueError: If a check that is named is none.
+        ValueError: If a check that is named is none, or there are no models.
         DraftError: If what the factory makes is no drafter.
     """
     started = time.perf_counter()
     _check_names([*only, *without])
     with _exactly():
         maker = Maker(factory, DraftOptions.of(options))
-        trials = [Trial(maker, tiny, prompt) for tiny in models or tiny_models()]
+        trials, unsuited = _trials(maker, models, prompt)
         reasons = {name: _reason(name, trials[0], only, without) for name in CHECKS}
         checks = [CHECKS[name] for name, reason in reasons.items() if not reason]
         findings = [f for check in checks for f in _findings(check, trials)]
@@ -84,7 +84,7 @@ def check_drafter(
         drafted=own["own drafted"],
         accepted=own["own accepted"],
         findings=tuple(findings),
-        notes=tuple(_notes(own)),
+        notes=(*_notes(own), *unsuited),
         seconds=time.perf_counter() - started,
     )
     if findings:
@@ -120,6 +120,27 @@ def _reason(
         return "the caller leaves it out"
     lacking = sorted(CHECKS[name].needs - trial.gives)
     return f"the drafter gives no {' and no '.join(lacking)}" if lacking else ""
+
+
+def _trials(
+    maker: Maker, models: Sequence[TinyModel] | None, prompt: Sequence[int]
+) -> tuple[list[Trial], list[str]]:
+    """A trial for every model, and notes on those that do not suit the drafter.
+
+    Models of the caller's own have to.
+    """
+    if models is not None and not models:
+        raise ValueError("models is empty; leave it out for the kit's own.")
+    if models is not None:
+        return [Trial(maker, tiny, prompt) for tiny in models], []
+    trials = [Trial(maker, tiny, prompt) for tiny in tiny_models()]
+    reasons = {trial.tiny.name: trial.unsuited() for trial in trials}
+    notes = [
+        f"note: model {name} was left out: {reason}"
+        for name, reason in reasons.items()
+        if reason
+    ]
+    return [trial for trial in trials if not reasons[trial.tiny.name]], notes
 
 
 def _unknown(trial: Trial) -> Iterator[tuple[str, str]]:

@@ -13,10 +13,12 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from .. import random_state
-from ..drafters.base import DraftContext, Drafter, gives
+from ..drafters.base import DraftContext, Drafter, gives, hidden_for
+from ..errors import DrafterError
 from ..options import DraftOptions
 from ..stats import Tally
 from ..stock_api import resolve
+from ..target import Target
 from . import oracle
 from .models import TinyModel
 from .scripted import Branching, right_where
@@ -140,6 +142,14 @@ class Trial:
             options = replace(options, num_draft_tokens=1)
         return Watched(self.maker(self.model, self.tokenizer, options))
 
+    def unsuited(self) -> str:
+        """Why the drafter cannot be used with this model, or ""."""
+        try:
+            Target(self._stocks_model, hidden_for(self.drafter(), "auto"))
+        except DrafterError as error:
+            return str(error)
+        return ""
+
     def steered(self, watched: Watched, n: int, pattern: str) -> Steered:
         """The drafter made to say stock's n greedy tokens where the pattern has a 1."""
         return Steered(watched, self._script(self.stock(n).tokens, pattern))
@@ -204,6 +214,19 @@ class Trial:
             )
         finally:
             self._count(stats, own=isinstance(drafter, Watched))
+
+    def hidden(self, tokens: Sequence[int]) -> list[mx.array | None]:
+        """The `(H,)` hidden states that the drafter asks for, at each of the tokens,
+        which are fed one by one; None each if it asks for none."""
+        wanted = hidden_for(self.drafter(), self.options().hidden)
+        target = Target(self._stocks_model, wanted)
+        caches = self.tiny.caches(self._stocks_model)
+        found: list[mx.array | None] = []
+        for token in tokens:
+            forward = target(mx.array([[token]]), caches)
+            mx.eval(forward.logits, [cache.state for cache in caches])
+            found.append(None if forward.hidden is None else forward.hidden[0, 0])
+        return found
 
     def _arguments(self, sampling: Sampling) -> dict[str, Any]:
         return {

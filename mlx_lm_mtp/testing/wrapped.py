@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..drafters.base import CHAIN, Choices, Drafter, Proposal, Wanted
 from .oracle import random_state
-from .scripted import Branching
+from .scripted import Scripted
 
 
 class Wrapped:
@@ -25,8 +25,6 @@ class Wrapped:
     Args:
         drafter: The other one.
     """
-
-    suspicion = None  # on random models nothing is to be suspected if drafts are wrong
 
     def __new__(cls, drafter: Any, *args: Any, **kwargs: Any) -> Wrapped:
         """An object of a class of its own: protocols look for methods in the class."""
@@ -66,11 +64,14 @@ class Watched(Wrapped):
 
     Attributes:
         shown: The tokens that it was shown since `begin`, those taken back left out.
+        hidden_shown: The `(H,)` hidden states that came with them, or None each.
         proposals: What it proposed since `begin`, a list of tokens each.
         asked: How many drafts it was asked for each time.
         faults: What it did that its contract does not allow.
         resumed: How many tokens it said to have seen, when it last resumed; or None.
     """
+
+    suspicion = None  # on random models drafts are wrong, and nobody is to blame
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__(drafter)
@@ -80,6 +81,7 @@ class Watched(Wrapped):
 
     def _forget(self) -> None:
         self.shown: list[int] = []
+        self.hidden_shown: list[mx.array | None] = []
         self.proposals: list[list[int]] = []
         self.asked: list[int] = []
 
@@ -91,13 +93,13 @@ class Watched(Wrapped):
 
     def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """See `(1, T)` tokens of the prompt."""
-        self.shown += tokens[0].tolist()
+        self._note(tokens, hidden)
         with self._quiet("prefill"):
             self.inner.prefill(tokens, hidden)
 
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """See the `(1, n)` tokens of a round."""
-        self.shown += tokens[0].tolist()
+        self._note(tokens, hidden)
         with self._quiet("observe"):
             self.inner.observe(tokens, hidden)
 
@@ -143,9 +145,15 @@ class Watched(Wrapped):
 
     def rewind(self, tokens: int) -> None:
         """Take tokens back."""
-        self.shown = self.shown[: len(self.shown) - tokens]
+        left = len(self.shown) - tokens
+        self.shown, self.hidden_shown = self.shown[:left], self.hidden_shown[:left]
         with self._quiet("rewind"):
             self.inner.rewind(tokens)
+
+    def _note(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        self.shown += tokens[0].tolist()
+        none = [None] * tokens.shape[1]
+        self.hidden_shown += none if hidden is None else list(hidden[0])
 
     @contextmanager
     def _quiet(self, method: str) -> Iterator[None]:
@@ -223,7 +231,7 @@ class Steered(Wrapped):
         script: What is said.
     """
 
-    def __init__(self, drafter: Any, script: Branching) -> None:
+    def __init__(self, drafter: Any, script: Scripted) -> None:
         super().__init__(drafter)
         self.script = script
 
@@ -238,7 +246,9 @@ class Steered(Wrapped):
         if not well_formed(made):
             return made
         mx.eval(made.tokens)
-        return self.script.draft(token, k, wanted)
+        if wanted == CHAIN:
+            return self.script.draft(token, k)
+        return self.script.draft(token, k, wanted)  # type: ignore[call-arg]
 
     def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Both see the tokens of a round."""
