@@ -6,6 +6,9 @@ only puts one finder on ``sys.meta_path``. The finder waits for the stock module
 ``TARGETS`` and hands each one, right after it has executed, to
 ``mlx_lm_mtp.install.patch``. If that fails, one warning says so, the finder goes, and
 stock mlx-lm keeps working.
+
+PYTEST_DONT_REWRITE: pytest looks for assertions in what brings a plugin for it, and
+warns of modules that were imported before.
 """
 
 import sys

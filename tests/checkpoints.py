@@ -18,11 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from tiny import VOCAB, Spec, head_tensors, text_args
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_lm_mtp.testing.tokenizer import EOS, characters
 
 Tensors = dict[str, mx.array]
 
-EOS = "<eos>"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # What stock adds 1 to, in the trunk, when a checkpoint is raw.
 _TRUNK_NORMS = (
@@ -273,18 +273,7 @@ def write_config(path: Path, model: nn.Module, spec: Spec) -> None:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A tokenizer of one printable character a token, and the EOS as the last of all.
-
-    It is byte-level, because transformers puts that under every Qwen model type,
-    whatever the file says.
-    """
-    letters = [chr(i) for i in range(33, 127)] + ["Ġ"]  # Ġ is the space
-    vocabulary = {token: i for i, token in enumerate([*letters, EOS])}
-    assert len(vocabulary) == VOCAB
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([EOS])
-    tokenizer.save(str(path / "tokenizer.json"))
+    """The kit's tokenizer, as a checkpoint has it."""
+    characters().save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
     (path / "tokenizer_config.json").write_text(json.dumps(config))

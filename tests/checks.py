@@ -8,28 +8,28 @@ that it is not. Every difference begins with the aspect that differs: `tokens`,
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import oracle
 from mlx_lm.models.cache import make_prompt_cache
-from scripted import Branching, Scripted
+from scripted import Branching, Scripted, right_where
 from tiny import Spec, head_tensors
 
 import mlx_lm_mtp
-from mlx_lm_mtp import draft_generate_step
-from mlx_lm_mtp.drafters.base import CHAIN, Drafter, Proposal, Wanted, hidden_for
+from mlx_lm_mtp.drafters.base import Drafter, hidden_for
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
-from mlx_lm_mtp.errors import TakeBack
 from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target
+from mlx_lm_mtp.testing.oracle import drafted, result_differences
+from mlx_lm_mtp.testing.scripted import fewest_rounds
+from mlx_lm_mtp.testing.wrapped import Steered
 
 DrafterOf = Callable[[list[int]], Drafter]  # from the tokens that stock yields
 CachesOf = Callable[[nn.Module], list[Any]]
@@ -49,11 +49,6 @@ def model_of(spec: Spec) -> nn.Module:
 def aspects(found: Differences) -> set[str]:
     """What differs: the words before the colons."""
     return {difference.partition(":")[0] for difference in found}
-
-
-def right_where(pattern: str) -> Callable[[int], bool]:
-    """Which drafts are right: ``110`` is two right, one wrong, over and over."""
-    return lambda i: pattern[i % len(pattern)] == "1"
 
 
 def scripted(pattern: str) -> DrafterOf:
@@ -130,69 +125,9 @@ def generation_differences(
     return found
 
 
-def drafted(
-    model: nn.Module,
-    prompt: Sequence[int],
-    max_tokens: int,
-    drafter: Drafter,
-    *,
-    options: DraftOptions | None = None,
-    seed: int | None = None,
-    stop: int | None = None,
-    caches: list[Any] | None = None,
-    **kwargs: Any,
-) -> oracle.Result:
-    """A generation with drafts, run to its end or closed after `stop` tokens."""
-    if caches is None:
-        caches = make_prompt_cache(model)
-    if seed is not None:
-        mx.random.seed(seed)
-    steps = draft_generate_step(
-        mx.array(prompt),
-        model,
-        drafter,
-        options=options,
-        max_tokens=max_tokens,
-        prompt_cache=caches,
-        **kwargs,
-    )
-    taken = list(_take(steps, stop))
-    steps.close()
-    return oracle.Result(
-        [t for t, _, _ in taken],
-        [p for _, p, _ in taken],
-        caches[: len(make_prompt_cache(model))],  # without the drafter's
-        oracle.random_state(),
-    )
-
-
-def result_differences(ours: oracle.Result, theirs: oracle.Result) -> Differences:
-    """What differs between two generations."""
-    found = []
-    if ours.tokens != theirs.tokens:
-        found.append(f"tokens: {ours.tokens} and {theirs.tokens}")
-    found += [
-        f"log-probabilities: of token {i}"
-        for i, (a, b) in enumerate(zip(ours.logprobs, theirs.logprobs, strict=False))
-        if not oracle.same_bits(a, b)
-    ]
-    found += cache_differences(ours.caches, theirs.caches)
-    if ours.random_state != theirs.random_state:
-        found.append(f"random state: {ours.random_state} and {theirs.random_state}")
-    return found
-
-
 def cache_differences(ours: Sequence[Any], theirs: Sequence[Any]) -> Differences:
     """What differs between two lists of caches."""
     return [f"caches: {d}" for d in oracle.differences(ours, theirs)]
-
-
-def _take(steps: Iterator[Any], n: int | None) -> Iterator[Any]:
-    """The first n steps; the generator is not resumed after the last of them."""
-    for i, step in enumerate(steps, 1):
-        yield step
-        if i == n:
-            return
 
 
 def _noted(processor: Any, calls: list[Any]) -> Any:
@@ -216,44 +151,12 @@ def round_differences(model: nn.Module, pattern: str, k: int, n: int) -> Differe
     return [f"rounds: {stats.rounds} and {wanted}"]
 
 
-def fewest_rounds(right: Callable[[int], bool], k: int, n: int) -> int:
-    """Rounds needed for n tokens when draft i is right(i): each yields the pending
-    token and the right drafts up to the first wrong one."""
-    done = rounds = 0
-    while done < n:
-        done, last, rounds = done + 1, min(done + k + 1, n), rounds + 1
-        while done < last and right(done):
-            done += 1
-    return rounds
-
-
 # --- the MTP drafter ----------------------------------------------------------------
 
 
-class Steered(MTPDrafter):
+def steered(head: MTPHead, script: Scripted) -> Steered:
     """Drafts with its head, so that its cache is used, but says what a script says."""
-
-    def __init__(self, head: MTPHead, script: Drafter) -> None:
-        self._script = script
-        super().__init__(head)
-
-    def begin(self) -> None:
-        super().begin()
-        self._script.begin()
-
-    def draft(self, token: mx.array, k: int, wanted: Wanted = CHAIN) -> Proposal:
-        super().draft(token, k, wanted)
-        if wanted == CHAIN:
-            return self._script.draft(token, k)
-        return self._script.draft(token, k, wanted)
-
-    def observe(self, tokens: mx.array, hidden: mx.array | None) -> None:
-        super().observe(tokens, hidden)
-        self._script.observe(tokens, None)
-
-    def prefill(self, tokens: mx.array, hidden: mx.array | None) -> None:
-        super().prefill(tokens, hidden)
-        self._script.begin()  # what `observe` told it of the prompt
+    return Steered(MTPDrafter(head), script)
 
 
 def head_for(model: nn.Module) -> MTPHead:
@@ -276,14 +179,14 @@ def drafter_differences(
     only ever shown the final tokens."""
     truth = oracle.stock(model, prompt, max_tokens).tokens
     head = head_for(model)
-    ours = Steered(head, Branching(truth, right_where(pattern)))
+    ours = steered(head, Branching(truth, right_where(pattern)))
     made = drafted(model, prompt, max_tokens, ours, options=options).tokens
     fresh = MTPDrafter(head)
     tokens = mx.array([[*prompt, *made]])
     hidden = hidden_for(fresh, options.hidden)
     fresh.prefill(tokens, Target(model, hidden)(tokens, _new(model)).hidden)
-    for drafter in (ours, fresh):
-        MTPDrafter.draft(drafter, mx.array([[1]], dtype=mx.uint32), 1)
+    for drafter in (ours.inner, fresh):
+        drafter.draft(mx.array([[1]], dtype=mx.uint32), 1)
     return [f"drafter: {d}" for d in oracle.differences([ours.cache], [fresh.cache])]
 
 
@@ -304,25 +207,26 @@ def broken_off_differences(
     """
     model, caches = model_of(spec), _new(model_of(spec))
     truth = oracle.stock(model, prompt, n + 12).tokens
-    steered = Steered(head_for(model), Scripted(truth, right_where(pattern)))
-    steps = draft_generate_step(
-        mx.array(prompt), model, steered, prompt_cache=caches, **kwargs
+    drafter = steered(head_for(model), Scripted(truth, right_where(pattern)))
+    ours = drafted(
+        model,
+        prompt,
+        kwargs.pop("max_tokens", 256),
+        drafter,
+        stop=n,
+        take_back=take_back,
+        caches=caches,
+        **kwargs,
     )
-    taken = list(_take(steps, n))
-    if take_back and taken[-1][2]:
-        with contextlib.suppress(TakeBack):
-            steps.throw(TakeBack())
-        taken.pop()
-    steps.close()
-    made = [token for token, *_ in taken]
+    made = ours.tokens
     stock = oracle.stock(model, prompt, len(made))
-    found = cache_differences(caches[:-2], stock.caches)
+    found = cache_differences(ours.caches, stock.caches)
     if made != stock.tokens:
         found.append(f"tokens: {made} and {stock.tokens}")
     fresh = MTPDrafter(head_for(model))
     tokens = mx.array([[*prompt, *made]])
     fresh.prefill(tokens, Target(model, "post_norm")(tokens, _new(model)).hidden)
-    drafters = oracle.differences(caches[-2:], fresh.suspend())
+    drafters = oracle.differences(ours.entries, fresh.suspend())
     return found + [f"drafter: {d}" for d in drafters]
 
 

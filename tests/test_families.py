@@ -12,7 +12,7 @@ import mlx_lm.utils
 import numpy as np
 import pytest
 import references
-from checks import PROMPT, Steered, generation_differences, right_where
+from checks import PROMPT, generation_differences, right_where, steered
 from families import FAMILIES, trunk
 from oracle import same_bits
 from scripted import Branching
@@ -164,9 +164,9 @@ def test_drafts_change_nothing(tmp_path: Path, family: str, pattern: str) -> Non
     """Tokens, log-probabilities and cache states are stock's, bit for bit."""
     model, head = trunk(family), loaded(tmp_path, family)
 
-    def drafter(truth: list[int]) -> Steered:
+    def drafter(truth: list[int]) -> Any:
         assert len(set(truth)) > 1
-        return Steered(head, Branching(truth, right_where(pattern)))
+        return steered(head, Branching(truth, right_where(pattern)))
 
     for k, prompt in ((3, PROMPT), (5, PROMPT[:1])):
         options = DraftOptions(num_draft_tokens=k)
@@ -181,7 +181,7 @@ def test_a_stop_leaves_what_stock_leaves(tmp_path: Path, family: str) -> None:
             model,
             PROMPT,
             20,
-            lambda truth: Steered(head, Branching(truth)),
+            lambda truth: steered(head, Branching(truth)),
             stop=stop,
         )
         assert found == []

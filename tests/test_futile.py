@@ -75,7 +75,7 @@ def test_a_generation_says_what_is_probably_wrong(tmp_path: Path) -> None:
 def test_a_good_head_says_nothing() -> None:
     model = model_of(Spec())
     truth = checks.oracle.stock(model, PROMPT, 60).tokens
-    steered = checks.Steered(checks.head_for(model), checks.Branching(truth))
+    steered = checks.steered(checks.head_for(model), checks.Branching(truth))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drafted(model, PROMPT, 60, steered, options=THREE)

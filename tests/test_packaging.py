@@ -208,7 +208,22 @@ def test_entry_points(from_wheel: Environment) -> None:
         ("console_scripts", "mlx_lm_mtp", "mlx_lm_mtp.cli:main"),
         ("console_scripts", "mlx_lm_mtp.generate", "mlx_lm_mtp.cli:generate"),
         ("mlx_lm_mtp", "mtp", "mlx_lm_mtp.drafters.mtp"),
+        ("pytest11", "mlx_lm_mtp", "mlx_lm_mtp.testing.pytest_plugin"),
     }
+
+
+def test_pytest_finds_the_fixture_and_has_nothing_to_warn_of(
+    from_wheel: Environment, tmp_path: Path
+) -> None:
+    """It looks through all modules of what brings a plugin, the boot module too."""
+    file = tmp_path / "test_one.py"
+    file.write_text(
+        "def test_one(check_drafter):\n    assert callable(check_drafter)\n"
+    )
+    pytest_ = ["-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    assert "1 passed" in from_wheel.python(*pytest_, str(file))
+    file.write_text("def test_one():\n    pass\n")
+    assert "1 passed" in from_wheel.python(*pytest_, "-p", "no:mlx_lm_mtp", str(file))
     load = "[e.load() for e in metadata.distribution('mlx-lm-mtp').entry_points]"
     from_wheel.python("-c", f"from importlib import metadata; {load}")
 

@@ -86,6 +86,15 @@ LAYERS = [
     {"stock_server"},
     {"install"},
     {"extract"},
+    {"testing"},
+    {"testing.models", "testing.report"},
+    {"testing.tokenizer", "testing.scripted", "testing.oracle"},
+    {"testing.wrapped"},
+    {"testing.trial"},
+    {"testing.table"},
+    {"testing.generations", "testing.played", "testing.offers"},
+    {"testing.suite"},
+    {"testing.pytest_plugin", "testing.__main__"},
     {"bench.prompts", "bench.oracle", "bench.shapes", "bench.costs"},
     {"bench.subject"},
     {"bench.drafting"},
@@ -270,3 +279,12 @@ def test_the_boot_module_names_the_modules_that_are_patched() -> None:
     module = sys.modules[patch.__module__]
     patched = (*module._WRAPPERS, *module._SEEN_THROUGH)
     assert patched == _mlx_lm_mtp_boot.TARGETS
+
+
+def test_pytest_is_imported_by_its_plugin_alone() -> None:
+    importing = {
+        name
+        for name, path in modules().items()
+        if re.search(r"^\s*(import|from) pytest\b", path.read_text(), re.MULTILINE)
+    }
+    assert importing == {"testing.pytest_plugin"}
