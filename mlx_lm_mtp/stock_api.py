@@ -269,6 +269,8 @@ def resolve(
     Raises:
         DraftError: If there is none, or it cannot do what the options ask for.
     """
+    if options.num_draft_tokens:
+        _check_whole(model)
     if not isinstance(draft, str):
         return _checked(draft, "draft", options) if options.num_draft_tokens else None
     from .plugins import drafters
@@ -285,6 +287,16 @@ def resolve(
         drafter = registration.factory(context)
     what = f"what the factory of drafter {draft!r} ({registration.provider}) made"
     return _checked(drafter, what, options)
+
+
+def _check_whole(model: nn.Module) -> None:
+    from .anatomy import is_sharded
+
+    if is_sharded(model):
+        raise InvalidOption(
+            "a model whose layers are divided among ranks cannot be drafted for: a "
+            "head needs the whole of them; leave out draft, or use a pipeline."
+        )
 
 
 def _thinking(tokenizer: Any) -> Marks | None:

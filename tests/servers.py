@@ -79,7 +79,7 @@ def server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", _MAIN, "--model", model, "--port", port, *options]
+    command = [sys.executable, "-c", MAIN, "--model", model, "--port", port, *options]
     path = os.pathsep.join(p for p in sys.path if p)
     known = {"MLX_LM_MTP_AUTOLOAD": "0", "PLUGIN": str(int(plugin)), "PYTHONPATH": path}
     with log.open("wb") as out:
@@ -91,7 +91,7 @@ def server(
         )
     try:
         found = Server(f"http://127.0.0.1:{port}", process, log)
-        _wait(found)
+        waited_for(found)
         yield found
     finally:
         if process.poll() is None:
@@ -124,7 +124,7 @@ class Servers:
 
 
 # Turned on by hand, so that a bare checkout can be tested, too. On the CPU.
-_MAIN = """
+MAIN = """
 import os, sys
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -137,7 +137,8 @@ main()
 """
 
 
-def _wait(server: Server) -> None:
+def waited_for(server: Server) -> None:
+    """Wait until it listens."""
     for _ in range(_PATIENCE * 10):
         if server.process.poll() is not None:
             raise RuntimeError(server.log.read_text())

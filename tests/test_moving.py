@@ -24,6 +24,7 @@ from mlx_lm_mtp.carry import Around
 from mlx_lm_mtp.errors import TakeBack
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.serving.answer import Answer, Left, Resumed
+from mlx_lm_mtp.serving.asked import Asked
 from mlx_lm_mtp.stats import Tally
 
 SPECS = [tiny.Spec(), tiny.Spec("qwen3_next", experts=True), tiny.Spec("qwen3")]
@@ -166,7 +167,8 @@ class Context:
 
 def answer(**args: Any) -> tuple[Answer, Queue[Any]]:
     queue: Queue[Any] = Queue()
-    known = {"max_tokens": 10, "asked": None} | args
+    asked = Asked(None, DraftOptions())
+    known = {"max_tokens": 10, "asked": asked} | args
     return Answer(queue, "request", SimpleNamespace(**known)), queue
 
 

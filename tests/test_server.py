@@ -176,9 +176,84 @@ def test_totals_are_counted_for_each_drafter_and_k(tmp_path: Path) -> None:
     ]
     assert all(row["tokens"] == 24 * row["requests"] for row in found["drafted"])
     reasons = {"plain decoding was asked for": 1}
-    assert found["plain"] == {"requests": 1, "reasons": reasons}
+    assert found["plain"] == {"requests": 1, "tokens": 24, "reasons": reasons}
     assert log.count("Draft: mtp, k=4, ") == 2
     assert "Draft: none, plain decoding was asked for" in log
+
+
+def told(at: Server) -> tuple[int, int]:
+    """Requests and tokens of the totals, wherever the tokens came from."""
+    found = at.get("/v1/draft/stats")
+    rows = found["drafted"]
+    tokens = sum(row["tokens"] + row["batched"] for row in rows)
+    requests = sum(row["requests"] for row in rows)
+    plain = found["plain"]
+    return requests + plain["requests"], tokens + plain["tokens"]
+
+
+def test_totals_are_all_tokens(ours: Server) -> None:
+    """Those of drafts, of the batch, and of requests that came and went between."""
+    plain, k = {"draft": "none"}, {"num_draft_tokens": 2}
+    requests: list[dict[str, Any]] = [
+        *REQUESTS.values(),
+        *({"extra_body": extra, "max_tokens": 12} for extra in (plain, k)),
+    ]
+    together = [{"prompt": CODE[i], "max_tokens": 12 + 24 * i} for i in range(4)]
+    before, batched = told(ours), ours.get("/v1/draft/stats")["plain"]["tokens"]
+    answers = [completed(ours, **request) for request in requests]
+    with ThreadPoolExecutor(4) as threads:
+        answers += threads.map(lambda request: completed(ours, **request), together)
+    said = sum(answer["counts"][1] for answer in answers)
+    for _ in range(50):  # one is counted once its client has the answer
+        now = told(ours)
+        if now[0] - before[0] == len(answers):
+            break
+        time.sleep(0.1)
+    assert (now[0] - before[0], now[1] - before[1]) == (len(answers), said)
+    assert ours.get("/v1/draft/stats")["plain"]["tokens"] > batched
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("more", [{}, {"draft": "mtp"}, {"draft": "none"}, {"seed": 3}])
+def test_images_are_refused_as_by_stock(
+    ours: Server, stock: Server, more: dict[str, Any]
+) -> None:
+    """By a model that cannot see, and also beside a request that is drafted for."""
+    content = [{"type": "text", "text": "What is it?"}, IMAGE]
+    body = {"messages": [{"role": "user", "content": content}]} | more
+
+    def asked(at: Server) -> tuple[int, str]:
+        return at.post("/v1/chat/completions", json.dumps(body).encode())
+
+    wanted = asked(stock)
+    assert 400 <= wanted[0] < 500 and "content type" in wanted[1]
+    assert asked(ours) == wanted
+    with ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(completed, ours, max_tokens=40)
+        assert [asked(ours) for _ in range(3)] == [wanted] * 3
+        theirs = stock.once(completed, max_tokens=40)
+        assert beside.result()["choice"] == theirs["choice"]
+
+
+def test_a_draft_model_and_a_drafter_are_one_too_many(served: Servers) -> None:
+    """Also for one request: it is told before anything is loaded."""
+
+    def asked(at: Server, **more: Any) -> tuple[int, str]:
+        body = {"prompt": "x = ", "max_tokens": 4, "draft": "mtp"} | more
+        status, answer = at.post("/v1/completions", json.dumps(body).encode())
+        return status, json.loads(answer).get("error", "")
+
+    at = served("--draft-model", BUNDLED)
+    for more in ({}, {"draft_model": "default_model"}, {"draft_model": "x"}):
+        status, error = asked(at, **more)
+        assert status == 400 and error.startswith("draft is 'mtp', but the draft model")
+    assert asked(at, draft_model=None) == (200, "")  # of the same model, without it
+    at = served("--mtp")
+    status, error = asked(at, draft_model=str(BUNDLED))
+    assert status == 400 and f"the draft model {BUNDLED} drafts" in error
+    assert asked(at) == (200, "")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/nowhere", "/", "/health"])
