@@ -43,6 +43,18 @@ def family(model: nn.Module) -> str:
     return type(model).__module__.rpartition(".")[2]
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether layers of a model are divided among processes (tensor parallelism).
+
+    A pipeline is another thing: whole layers, and all ranks get what the last one has.
+    """
+    attributes = (vars(module) for module in model.modules())
+    groups = (
+        found.get(name) for found in attributes for name in ("group", "sharding_group")
+    )
+    return any(group.size() > 1 for group in groups if hasattr(group, "size"))
+
+
 def _first(owner: Any, names: tuple[str, ...]) -> Any:
     found = (getattr(owner, name, None) for name in names)
     return next((m for m in found if isinstance(m, nn.Module)), None)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 
 from . import plugins, random_state
+from .anatomy import is_sharded
 from .drafters.base import DraftContext, Drafter
 from .errors import DraftError, InvalidOption, PluginError
 from .options import DraftOptions
@@ -42,12 +43,21 @@ def resolve(
         plugins.drafters().check_options(options)
     if not options.num_draft_tokens:
         return None
+    _check_whole(model)
     if not isinstance(draft, str):
         return _ready(_checked(draft, "draft"), options, [], draft_model)
     workshop = _Workshop(model, tokenizer, options, draft_model, [])
     with random_state.untouched():
         drafter = workshop.build(draft)
     return _ready(drafter, options, workshop.built, draft_model)
+
+
+def _check_whole(model: nn.Module) -> None:
+    if is_sharded(model):
+        raise InvalidOption(
+            "a model whose layers are divided among ranks cannot be drafted for: a "
+            "head needs the whole of them; leave out draft, or use a pipeline."
+        )
 
 
 @dataclass(frozen=True)

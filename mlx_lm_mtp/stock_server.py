@@ -137,6 +137,7 @@ def _argparse(stock: ModuleType) -> Any:
             add_arguments(self, statistics=False)
             found = super().parse_args(*args, **kwargs)
             check(self, found)
+            _check_ranks(self, found)
             return found
 
     class Argparse:
@@ -146,6 +147,23 @@ def _argparse(stock: ModuleType) -> Any:
             return getattr(stock, name)
 
     return Argparse()
+
+
+def _check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stock shares requests among ranks, but not when each of them comes and goes."""
+    if args.draft is not None and (ranks := _ranks()) > 1:
+        parser.error(
+            f"--mtp and --draft cannot go with {ranks} ranks: only the first one knows "
+            "which requests are active, and so which of them are drafted for; leave "
+            "them out, or start the server without mlx.launch."
+        )
+
+
+def _ranks() -> int:
+    """Processes that the server consists of; stock has asked the same already."""
+    import mlx.core as mx
+
+    return mx.distributed.init().size()
 
 
 def _default(args: argparse.Namespace) -> Asked:
@@ -174,20 +192,30 @@ def _validate(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         from .serving.asked import read
 
         stock(self)
-        default = _default(self.response_generator.cli_args)
-        self.asked = read(self.body, default, self.num_draft_tokens)
+        args = self.response_generator.cli_args
+        self.asked = read(
+            self.body,
+            _default(args),
+            self.num_draft_tokens,
+            draft_model=args.draft_model,
+            ranks=_ranks(),
+        )
 
     return validate_model_parameters
 
 
-def _arguments(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def arguments(*args: Any, **kwargs: Any) -> Any:
-        made = stock(*args, **kwargs)
-        made.asked = getattr(_here.handler, "asked", None) or _nothing()
-        return made
+def _begin(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments of a generation carry what was asked for."""
 
-    return arguments
+    @functools.wraps(stock)
+    def generate(
+        self: Any, request: Any, generation_args: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        asked = getattr(_here.handler, "asked", None)
+        generation_args.asked = asked or _nothing()
+        return stock(self, request, generation_args, *args, **kwargs)
+
+    return generate
 
 
 def _completion(stock: Callable[..., None]) -> Callable[..., None]:
@@ -307,12 +335,16 @@ def _next_step(stock: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _is_batchable(stock: Callable[..., bool]) -> Callable[..., bool]:
+    # Stock asks for images beside this; it serves these requests one by one.
+    images = stock.__globals__["_image_parts"]
+
     @functools.wraps(stock)
     def is_batchable(self: Any, args: Any) -> bool:
         from .serving.asked import BATCHED
 
         answer, asked, serving = args.answer, args.asked, serving_of(self)
         answer.batchable = stock(self, args)
+        answer.batchable &= not any(images(answer.request.messages))
         if not answer.batchable or not answer.drafted:
             return answer.batchable
         asked.reason = "" if serving.alone else BATCHED
@@ -389,6 +421,10 @@ def _tokenize(stock: Callable[..., Any]) -> Callable[..., Any]:
         else:
             found = stock(self, tokenizer, request, args)
             answer.prompt = found[0]
+            # Also where they are behind what is in the cache: a drafter is shown
+            # tokens, and its caches would be kept behind tokens alone.
+            if found[4] is not None:
+                answer.asked.reason = _EMBEDDED
         if _here.serving is not None:
             _here.prompt = Prompt(*found[:3], self)
         else:
@@ -524,8 +560,6 @@ def _responses(
         serving.turns.pass_on()
 
     kwargs["prompt_progress_callback"] = in_turns
-    if kwargs.get("input_embeddings") is not None:
-        asked.reason = _EMBEDDED
     if asked.drafter is None or asked.reason:
         return stock(**kwargs)
     around = _around(answer, len(kwargs["prompt"]))
@@ -615,7 +649,6 @@ def _batch_generator(stock: Callable[..., Any]) -> Callable[..., Any]:
 _NAMES: dict[str, Callable[[Any], Any]] = {
     "argparse": _argparse,
     "main": _main,
-    "GenerationArguments": _arguments,
     "stream_generate": _stream_generate,
     "BatchGenerator": _batch_generator,
 }
@@ -628,6 +661,7 @@ _METHODS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "do_GET": _get,
     },
     "ResponseGenerator": {
+        "generate": _begin,
         "_generate": _generate,
         "_next_request": _next_request,
         "_is_batchable": _is_batchable,

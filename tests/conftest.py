@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from servers import Server, Servers
 
 _SHARED = {
     "deadline": None,
@@ -31,3 +37,27 @@ def plugin():
     mlx_lm_mtp.install()
     yield
     mlx_lm_mtp.uninstall()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers that the tests of a process share: to start one takes seconds.
+
+    For requests that leave nothing behind but what is in the prompt cache.
+    """
+    from servers import Servers
+
+    with contextlib.ExitStack() as stack:
+        yield Servers(tmp_path_factory.mktemp("served"), stack)
+
+
+@pytest.fixture(scope="session")
+def ours(served: Servers) -> Server:
+    """A server with `--mtp`."""
+    return served("--mtp")
+
+
+@pytest.fixture(scope="session")
+def stock(served: Servers) -> Server:
+    """Stock's own."""
+    return served(plugin=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import json
 import os
 import signal
@@ -12,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,23 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
-    @property
+    @functools.cached_property
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none")
+
+    @functools.cached_property
+    def _answers(self) -> dict[str, Any]:
+        return {}
+
+    def once(self, ask: Callable[..., Any], *args: Any, **request: Any) -> Any:
+        """What `ask` finds here; the same question is asked no second time.
+
+        For stock's answers, which ours are compared with again and again.
+        """
+        key = json.dumps([ask.__name__, args, request], sort_keys=True)
+        if key not in self._answers:
+            self._answers[key] = ask(self, *args, **request)
+        return copy.deepcopy(self._answers[key])
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
@@ -63,7 +79,7 @@ def server(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", _MAIN, "--model", model, "--port", port, *options]
+    command = [sys.executable, "-c", MAIN, "--model", model, "--port", port, *options]
     path = os.pathsep.join(p for p in sys.path if p)
     known = {"MLX_LM_MTP_AUTOLOAD": "0", "PLUGIN": str(int(plugin)), "PYTHONPATH": path}
     with log.open("wb") as out:
@@ -75,7 +91,7 @@ def server(
         )
     try:
         found = Server(f"http://127.0.0.1:{port}", process, log)
-        _wait(found)
+        waited_for(found)
         yield found
     finally:
         if process.poll() is None:
@@ -83,8 +99,32 @@ def server(
         process.wait(30)
 
 
+class Servers:
+    """Servers by their command lines; each starts when it is first asked for.
+
+    Args:
+        folder: For what they log.
+        stack: They run as long as it is open.
+    """
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._started: dict[Any, Server] = {}
+
+    def __call__(
+        self, *options: Any, plugin: bool = True, model: Path = BUNDLED
+    ) -> Server:
+        key = (options, plugin, model)
+        if key not in self._started:
+            log = self._folder / f"{len(self._started)}.log"
+            starting = server(log, *options, plugin=plugin, model=model)
+            self._started[key] = self._stack.enter_context(starting)
+        return self._started[key]
+
+
 # Turned on by hand, so that a bare checkout can be tested, too. On the CPU.
-_MAIN = """
+MAIN = """
 import os, sys
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -97,7 +137,8 @@ main()
 """
 
 
-def _wait(server: Server) -> None:
+def waited_for(server: Server) -> None:
+    """Wait until it listens."""
     for _ in range(_PATIENCE * 10):
         if server.process.poll() is not None:
             raise RuntimeError(server.log.read_text())

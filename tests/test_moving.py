@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,14 @@ import tiny
 from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
-from servers import BUNDLED, Server, server
+from servers import BUNDLED, Server, Servers
 
 from mlx_lm_mtp import draft_generate_step
 from mlx_lm_mtp.carry import Around
 from mlx_lm_mtp.errors import TakeBack
 from mlx_lm_mtp.options import DraftOptions
 from mlx_lm_mtp.serving.answer import Answer, Left, Resumed
+from mlx_lm_mtp.serving.asked import Asked
 from mlx_lm_mtp.stats import Tally
 
 SPECS = [tiny.Spec(), tiny.Spec("qwen3_next", experts=True), tiny.Spec("qwen3")]
@@ -167,7 +167,8 @@ class Context:
 
 def answer(**args: Any) -> tuple[Answer, Queue[Any]]:
     queue: Queue[Any] = Queue()
-    known = {"max_tokens": 10, "asked": None} | args
+    asked = Asked(None, DraftOptions())
+    known = {"max_tokens": 10, "asked": asked} | args
     return Answer(queue, "request", SimpleNamespace(**known)), queue
 
 
@@ -310,18 +311,6 @@ def same_text(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert [ours[name] for name in names] == [theirs[name] for name in names]
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with server(tmp_path_factory.mktemp("ours") / "log", "--mtp") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with server(tmp_path_factory.mktemp("stock") / "log", plugin=False) as found:
-        yield found
-
-
 def begun(at: Server, **request: Any) -> Any:
     """What calls it starts another request; `join` waits for its answer."""
     found: list[Any] = []
@@ -344,20 +333,18 @@ def test_who_was_alone_joins_the_batch_and_comes_back(
     ours: Server, stock: Server, extra: dict[str, Any]
 ) -> None:
     """Another request comes in, and is answered; the first is drafted for again."""
-    request = {"prompt": "import os\n", "max_tokens": 400, **extra}
-    other = begun(ours, prompt="class A:\n", max_tokens=90)
+    request = {"prompt": "import os\n", "max_tokens": 220, **extra}
+    other = begun(ours, prompt="class A:\n", max_tokens=40)
     mine = streamed(ours, {12: other}, **request)
     beside = other.join()
-    same_text(mine, streamed(stock, {}, **request))
+    same_text(mine, stock.once(streamed, {}, **request))
     speculation = mine["speculation"]
     assert speculation["drafter"] == "mtp"
-    assert 0 < speculation["batched"] < 300
-    drafted_tokens = 400 - speculation["batched"]
+    assert 0 < speculation["batched"] < 150
+    drafted_tokens = 220 - speculation["batched"]
     assert speculation["rounds"] < drafted_tokens
-    alone = stock.client.completions.create(
-        **BODY | {"prompt": "class A:\n", "max_tokens": 90}
-    )
-    assert beside.choices[0].text == alone.choices[0].text
+    alone = stock.once(streamed, {}, prompt="class A:\n", max_tokens=40)
+    assert beside.choices[0].text == alone["text"]
     # What it left in the prompt cache is found, behind the same tokens.
     text = request["prompt"] + mine["text"] + " x"
     again = [at.client.completions.create(**BODY | {"prompt": text, "max_tokens": 9})
@@ -365,24 +352,24 @@ def test_who_was_alone_joins_the_batch_and_comes_back(
     assert again[0].choices[0].text == again[1].choices[0].text
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in again]
     assert cached[0] == cached[1]
-    assert extra or cached[0] > 400  # with all that was said
+    assert extra or cached[0] > 220  # with all that was said
 
 
 def test_who_began_in_the_batch_is_drafted_for_once_alone(
     ours: Server, stock: Server
 ) -> None:
-    first = begun(ours, prompt="import os\n", max_tokens=60)
+    first = begun(ours, prompt="import os\n", max_tokens=30)
     second: dict[str, Any] = {}
 
     def ask() -> None:
-        second.update(streamed(ours, {}, prompt="class A:\n", max_tokens=300))
+        second.update(streamed(ours, {}, prompt="class A:\n", max_tokens=150))
 
     thread = threading.Thread(target=ask)
     first()
     thread.start()
     first.join()
     thread.join()
-    same_text(second, streamed(stock, {}, prompt="class A:\n", max_tokens=300))
+    same_text(second, stock.once(streamed, {}, prompt="class A:\n", max_tokens=150))
     assert second["speculation"]["drafter"] == "mtp"
 
 
@@ -401,7 +388,7 @@ def test_a_stop_word_ends_an_answer_wherever_it_is_computed(
 
 def test_moving_to_and_fro_changes_no_answer(ours: Server, stock: Server) -> None:
     """Short requests come and go beside long ones; some clients hang up."""
-    wanted = streamed(stock, {}, max_tokens=600)
+    wanted = stock.once(streamed, {}, max_tokens=420)
 
     def hang_up() -> None:
         stream = ours.client.completions.create(
@@ -412,14 +399,14 @@ def test_moving_to_and_fro_changes_no_answer(ours: Server, stock: Server) -> Non
         stream.close()
 
     others = [begun(ours, prompt=f"x = {i}\n", max_tokens=5 + i) for i in range(8)]
-    events: dict[int, Any] = {10 + 50 * i: other for i, other in enumerate(others)}
+    events: dict[int, Any] = {10 + 45 * i: other for i, other in enumerate(others)}
     with ThreadPoolExecutor(4) as threads:
-        events |= {n: lambda: threads.submit(hang_up) for n in (35, 265)}
-        mine = streamed(ours, events, max_tokens=600)
+        events |= {n: lambda: threads.submit(hang_up) for n in (32, 212)}
+        mine = streamed(ours, events, max_tokens=420)
     for i, other in enumerate(others):
         alone = {"prompt": f"x = {i}\n", "max_tokens": 5 + i}
-        theirs = stock.client.completions.create(**BODY | alone)
-        assert other.join().choices[0].text == theirs.choices[0].text
+        theirs = stock.once(streamed, {}, **alone)
+        assert other.join().choices[0].text == theirs["text"]
     same_text(mine, wanted)
     assert mine["speculation"]["batched"] > 0
     assert ours.get("/health") == {"status": "ok"}
@@ -443,11 +430,11 @@ def test_who_hangs_up_within_a_move_frees_its_place(ours: Server) -> None:
     assert mine["speculation"]["batched"] == 0  # nobody is left in there
 
 
-def test_a_full_batch_is_not_joined(tmp_path: Path) -> None:
+def test_a_full_batch_is_not_joined(served: Servers) -> None:
     """It would have to wait until there is room."""
     options = ("--mtp", "--decode-concurrency", 1, "--prompt-concurrency", 1)
-    with server(tmp_path / "log", *options) as at:
-        other = begun(at, prompt="import os\n", max_tokens=100)
-        mine = streamed(at, {12: other}, max_tokens=300)
-        other.join()
+    at = served(*options)
+    other = begun(at, prompt="import os\n", max_tokens=50)
+    mine = streamed(at, {12: other}, max_tokens=150)
+    other.join()
     assert mine["speculation"]["batched"] == 0

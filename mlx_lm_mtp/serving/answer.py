@@ -103,6 +103,7 @@ class Answer:
 
     def _told(self, response: Any) -> Any:
         self.said.append(response.token)
+        self.asked.told += 1
         if response.finish_reason is not None:
             self.moving = False
         if self._detokenizer is not None:

@@ -33,7 +33,8 @@ class Asked:
         tally: Filled while it is answered.
         reason: Why nothing is drafted, once that is known.
         drafter: What drafts, once it is built.
-        batched: Tokens that came from stock's batch.
+        told: Tokens that it was told, wherever they came from.
+        batched: Those of them that came from stock's batch.
     """
 
     draft: str | None
@@ -42,6 +43,7 @@ class Asked:
     tally: Tally = field(default_factory=Tally)
     reason: str = ""
     drafter: Any = None
+    told: int = 0
     batched: int = 0
 
     @property
@@ -60,16 +62,26 @@ class Asked:
         return {name: found[name] for name in _SHOWN} | counts
 
 
-def read(body: Mapping[str, Any], default: Asked, num_draft_tokens: int) -> Asked:
+def read(
+    body: Mapping[str, Any],
+    default: Asked,
+    num_draft_tokens: int,
+    *,
+    draft_model: str | None = None,
+    ranks: int = 1,
+) -> Asked:
     """What a request asks for: ``draft`` and ``draft_options`` of its body.
 
     Args:
         body: The request.
         default: What the command line asks for.
         num_draft_tokens: The request's, or the command line's.
+        draft_model: The one of the command line.
+        ranks: Processes that the server consists of.
 
     Raises:
-        InvalidOption: If there is no such drafter, or an option is none.
+        InvalidOption: If there is no such drafter, an option is none, or nobody can
+            draft so here.
     """
     draft = body.get("draft", default.draft)
     if draft is not None and not isinstance(draft, str):
@@ -83,5 +95,25 @@ def read(body: Mapping[str, Any], default: Asked, num_draft_tokens: int) -> Aske
     from ..plugins import drafters
 
     drafters()[draft]
+    if "draft" in body:
+        _check_here(draft, body.get("draft_model", draft_model), draft_model, ranks)
     reason = "" if num_draft_tokens else "num_draft_tokens is 0"
     return Asked(draft, given, "draft" in body, reason=reason)
+
+
+def _check_here(
+    draft: str, draft_model: str | None, of_server: str | None, ranks: int
+) -> None:
+    """See that a server can draft as a request asks for."""
+    if draft_model == "default_model":  # stock's name for the server's own
+        draft_model = of_server
+    if draft_model is not None:
+        raise InvalidOption(
+            f"draft is {draft!r}, but the draft model {draft_model} drafts; give "
+            "draft_model as null, or leave out draft."
+        )
+    if ranks > 1:
+        raise InvalidOption(
+            f"draft is {draft!r}, but this server is distributed over {ranks} ranks, "
+            "which cannot agree on drafts; leave out draft."
+        )

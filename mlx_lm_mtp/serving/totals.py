@@ -8,16 +8,21 @@ from typing import Any
 
 from .asked import Asked
 
-_COUNTS = ("requests", "rounds", "tokens", "drafted", "accepted")
+_COUNTS = ("requests", "rounds", "tokens", "drafted", "accepted", "batched")
 
 
 class Totals:
-    """Adds up requests, for each drafter and each k."""
+    """Adds up requests, for each drafter and each k.
+
+    `tokens` came from rounds of drafts, `batched` from stock's batch; with the tokens
+    of plain requests they are all that requests were told.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._drafted: dict[tuple[str, int], Counter[str]] = {}
         self._plain: Counter[str] = Counter()
+        self._plain_tokens = 0
 
     def add(self, asked: Asked) -> None:
         """Add one request that has been answered, or broken off."""
@@ -25,6 +30,7 @@ class Totals:
         with self._lock:
             if not stats.drafted:
                 self._plain[asked.reason or "no drafter was asked for"] += 1
+                self._plain_tokens += asked.told
                 return
             key = (stats.drafter, stats.num_draft_tokens)
             self._drafted.setdefault(key, Counter()).update(
@@ -33,6 +39,7 @@ class Totals:
                 tokens=stats.tokens,
                 drafted=stats.drafted.total(),
                 accepted=stats.accepted.total(),
+                batched=asked.batched,
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,8 +54,7 @@ class Totals:
                 }
                 for (name, k), counts in sorted(self._drafted.items())
             ]
-            plain = dict(self._plain)
-        return {
-            "drafted": rows,
-            "plain": {"requests": sum(plain.values()), "reasons": plain},
-        }
+            reasons, tokens = dict(self._plain), self._plain_tokens
+        requests = sum(reasons.values())
+        plain = {"requests": requests, "tokens": tokens, "reasons": reasons}
+        return {"drafted": rows, "plain": plain}

@@ -13,11 +13,11 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from .. import random_state
+from ..build import resolve
 from ..drafters.base import DraftContext, Drafter, gives, hidden_for
 from ..errors import DrafterError
 from ..options import DraftOptions
 from ..stats import Tally
-from ..stock_api import resolve
 from ..target import Target
 from . import oracle
 from .models import TinyModel
