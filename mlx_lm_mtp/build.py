@@ -84,17 +84,28 @@ class _Workshop:
                 "never one as a part of itself."
             )
         self.built.append(name)
-        context = DraftContext(
+        context = self.context(registration.own(self.options))
+        what = f"what the factory of drafter {name!r} ({registration.provider}) made"
+        return _checked(_made(registration, context), what)
+
+    def context(self, own: Any) -> DraftContext:
+        """What a drafter with these options of its own is built from."""
+        return DraftContext(
             self.model,
             self.tokenizer,
             self.options,
             path_of(self.model),
-            registration.own(self.options),
+            own,
             self.draft_model,
             self.build,
         )
-        what = f"what the factory of drafter {name!r} ({registration.provider}) made"
-        return _checked(_made(registration, context), what)
+
+
+def in_context(
+    model: nn.Module, tokenizer: Any, options: DraftOptions, own: Any
+) -> DraftContext:
+    """What a factory that has no name is called with."""
+    return _Workshop(model, tokenizer, options, None, []).context(own)
 
 
 def _made(registration: Registration, context: DraftContext) -> Drafter:

@@ -244,12 +244,8 @@ def _check(args: argparse.Namespace) -> None:
             f"--draft-stats {file} is in a folder that does not exist; "
             "make it, or name another file."
         )
-    if getattr(args, "draft_model", None) is not None and args.draft in _NO_MODEL:
-        raise InvalidOption(
-            f"--draft-model {args.draft_model} cannot go with "
-            f"{'--mtp' if args.draft == 'mtp' else '--draft ' + args.draft}; "
-            "choose one way of drafting."
-        )
+    if getattr(args, "draft_model", None) is not None:
+        _check_draft_model(args)
     if getattr(args, "batch_size", 1) > 1:
         raise InvalidOption(
             f"--batch-size {args.batch_size} cannot go with --mtp or --draft: one "
@@ -268,3 +264,17 @@ def _check(args: argparse.Namespace) -> None:
         hint = "(A draft model is --draft-model.)"
         raise UnknownDrafter(f"{error} {hint}") from None
     drafters().check_options(DraftOptions.of(options, args.num_draft_tokens))
+
+
+def _check_draft_model(args: argparse.Namespace) -> None:
+    what = "--mtp" if args.draft == "mtp" else f"--draft {args.draft}"
+    if args.draft in _NO_MODEL:
+        raise InvalidOption(
+            f"--draft-model {args.draft_model} cannot go with {what}; "
+            "choose one way of drafting."
+        )
+    if hasattr(args, "decode_concurrency"):  # stock's server has a way of its own
+        raise InvalidOption(
+            f"--draft-model {args.draft_model} cannot go with {what} in a server; "
+            f"name it with --draft-option draft-model.model={args.draft_model}."
+        )

@@ -63,6 +63,13 @@ class Bigram:
                 break
         return self.proposal(path, chain, wanted)
 
+    def draft_behind(self, path: mx.array, k: int) -> Proposal:
+        *shown, last = path.tolist()[0]
+        before, self.tokens = self.tokens, self.tokens + shown
+        proposal = self.draft(mx.array([[last]]), k)
+        self.tokens = before
+        return proposal
+
     def choices(self, last: int, path: mx.array, n: int, wanted: Wanted) -> Choices:
         choose = wanted.choose or (lambda logits, _, n: Choices.likeliest(logits, n))
         return choose(self.logits(last), path, n)
@@ -265,6 +272,21 @@ class OneShort(Bigram):
 
     def rewind(self, tokens: int) -> None:
         super().rewind(max(tokens - 1, 0))
+
+
+class Shortsighted(Bigram):
+    """Looks at the last token of a path alone."""
+
+    def draft_behind(self, path: mx.array, k: int) -> Proposal:
+        return super().draft_behind(path[:, -1:], k)
+
+
+class Imaginative(Bigram):
+    """Takes a path for what has been said."""
+
+    def draft_behind(self, path: mx.array, k: int) -> Proposal:
+        self.tokens += path.tolist()[0][:-1]
+        return self.draft(path[:, -1:], k)
 
 
 class Amnesiac(Bigram):

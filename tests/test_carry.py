@@ -24,6 +24,7 @@ from scripted import Scripted
 
 from mlx_lm_mtp import Tally, draft_generate_step
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.drafters.ngram import NGramDrafter
 
 FIRST, SECOND = [5, 9, 30, 2, 77], [41, 8, 3]
 SPEC = tiny.Spec()
@@ -131,6 +132,51 @@ def test_another_drafter_leaves_the_entries_alone() -> None:
     _, stats = turn(caches, SECOND, drafter=Scripted([]))
     assert caches[-2:] == before
     assert stats.unseen_tokens == len(FIRST) + 7
+
+
+class Remembering(Scripted):
+    """A drafter of somebody else, which keeps something in the prompt cache."""
+
+    name = "remembering"
+    gives = frozenset({"caches"})
+
+    def suspend(self) -> list[Any]:
+        return list(self.entries)
+
+    def resume(self, caches: Any) -> int:
+        return 0
+
+    def begin(self) -> None:
+        super().begin()
+        seen = mx.ones((1, 3, 5, 7))
+        self.entries = [KVCache.from_state((seen, seen, 5))]
+
+
+@pytest.mark.parametrize("draft", [None, "head", "lookup"])
+def test_a_saved_cache_outlives_its_drafter(tmp_path: Path, draft: str | None) -> None:
+    """Uninstalled, it leaves stock cache objects: they load, and nobody needs them."""
+    caches, file = new(), str(tmp_path / "cache.safetensors")
+    turn(caches, FIRST, drafter=Remembering([]))
+    assert len(caches) == len(new()) + 1
+    save_prompt_cache(file, caches)
+    model, unbroken_caches = checks.model_of(SPEC), new()
+    first = generate_step(
+        mx.array(FIRST), model, max_tokens=7, prompt_cache=unbroken_caches
+    )
+    list(first)
+    how = {"max_tokens": 7, "prompt_cache": unbroken_caches}
+    truth = [token for token, _ in generate_step(mx.array(SECOND), model, **how)]
+    loaded = load_prompt_cache(file)
+    if draft is None:
+        how["prompt_cache"] = loaded
+        said = [token for token, _ in generate_step(mx.array(SECOND), model, **how)]
+    else:
+        drafter = NGramDrafter() if draft == "lookup" else None
+        said, stats = turn(loaded, SECOND, drafter=drafter)
+        assert stats.unseen_tokens == len(FIRST) + 7
+    assert said == truth
+    models = slice(0, len(new()))
+    assert oracle.differences(loaded[models], unbroken_caches) == []
 
 
 def test_entries_that_are_not_its_own_are_replaced() -> None:

@@ -106,6 +106,18 @@ def test_without_mtp_nothing_of_ours_is_said_or_loaded(
         (("--mtp", "--image", "x.png"), "--image cannot go with --mtp"),
         (("--mtp", "--num-draft-tokens", "-1"), "num_draft_tokens must be an integer"),
         (("--mtp", "--draft-model", "x"), "--draft-model x cannot go with --mtp"),
+        (
+            ("--draft", "ngram", "--draft-model", "x"),
+            "--draft-model x cannot go with --draft ngram; choose one",
+        ),
+        (
+            ("--draft", "ngram", "--draft-option", "ngram.tries=0"),
+            "draft option ngram.tries is 0; give an integer of at least 1.",
+        ),
+        (
+            ("--mtp", "--draft-option", "x.y=0"),
+            "unknown draft option 'x.y'; there is no drafter 'x', only: chain, ",
+        ),
         (("--mtp", "--draft", "mtp"), "not allowed with argument --mtp"),
         (("--mtp", "--draft-option", "verify"), "takes name=value, got 'verify'"),
         (("--mtp", "--draft-option", "verify=x"), "verify is 'x'; choose one of"),

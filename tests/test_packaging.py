@@ -6,6 +6,7 @@ so nothing is downloaded and the running installation of mlx-lm-mtp takes no par
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -39,15 +40,20 @@ class Environment:
     def python(self, *arguments: str, **environment: str) -> str:
         return self.run("python", *arguments, **environment)
 
-    def run(self, script: str, *arguments: str, **environment: str) -> str:
-        """Run `script`, which must succeed without a word about us on stderr."""
-        done = subprocess.run(
+    def done(
+        self, script: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [self.scripts / script, *arguments],
             cwd=self.scripts,  # anywhere but the checkout
             env=_clean_environment() | environment,
             capture_output=True,
             text=True,
         )
+
+    def run(self, script: str, *arguments: str, **environment: str) -> str:
+        """Run `script`, which must succeed without a word about us on stderr."""
+        done = self.done(script, *arguments, **environment)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "mlx_lm_mtp" not in done.stderr.replace("-", "_"), done.stderr
         return done.stdout
@@ -55,8 +61,8 @@ class Environment:
     def install(self, *what: str) -> None:
         self.python(*PIP, "install", *OFFLINE, *what)
 
-    def uninstall(self) -> None:
-        self.python(*PIP, "uninstall", "--yes", "mlx-lm-mtp")
+    def uninstall(self, what: str = "mlx-lm-mtp") -> None:
+        self.python(*PIP, "uninstall", "--yes", what)
 
     def files(self) -> set[str]:
         """Return the files of site-packages and the scripts, without bytecode."""
@@ -207,7 +213,10 @@ def test_entry_points(from_wheel: Environment) -> None:
     assert found == {
         ("console_scripts", "mlx_lm_mtp", "mlx_lm_mtp.cli:main"),
         ("console_scripts", "mlx_lm_mtp.generate", "mlx_lm_mtp.cli:generate"),
+        ("mlx_lm_mtp", "chain", "mlx_lm_mtp.drafters.chain"),
+        ("mlx_lm_mtp", "draft-model", "mlx_lm_mtp.drafters.draft_model"),
         ("mlx_lm_mtp", "mtp", "mlx_lm_mtp.drafters.mtp"),
+        ("mlx_lm_mtp", "ngram", "mlx_lm_mtp.drafters.ngram"),
         ("pytest11", "mlx_lm_mtp", "mlx_lm_mtp.testing.pytest_plugin"),
     }
 
@@ -226,6 +235,32 @@ def test_pytest_finds_the_fixture_and_has_nothing_to_warn_of(
     assert "1 passed" in from_wheel.python(*pytest_, "-p", "no:mlx_lm_mtp", str(file))
     load = "[e.load() for e in metadata.distribution('mlx-lm-mtp').entry_points]"
     from_wheel.python("-c", f"from importlib import metadata; {load}")
+
+
+def test_the_example_of_a_plugin(
+    new_environment: Callable[[], Environment], wheel: Path, tmp_path: Path
+) -> None:
+    """Installed as its page says, found by name, listed, checked by its own test."""
+    folder = shutil.copytree(ROOT / "examples" / "drafter_plugin", tmp_path / "plugin")
+    environment = new_environment()
+    environment.install(str(wheel), str(folder))
+    listed = environment.run("mlx_lm_mtp", "plugins")
+    row = "followers    mlx-lm-mtp-followers  0.1.0    mlx_lm_mtp_register_drafters\n"
+    assert row in listed
+    assert "followers.least=N (times that a token must have followed" in listed
+    model = str(ROOT / "examples" / "models" / "qwen3_5-tiny-mtp")
+    generate = ["mlx_lm_mtp.generate", "--model", model, "--prompt", "import os\n"]
+    generate += ["--max-tokens", "40"]
+    said = environment.run(*generate)
+    by_name = ["--draft", "followers", "--draft-option", "followers.least=1"]
+    drafted = environment.run(*generate, *by_name)
+    assert said.split("==========")[1] == drafted.split("==========")[1]
+    assert "Draft: followers, k=3, followers.least=1, " in drafted
+    assert "followers.least=N" in environment.run("mlx_lm_mtp.generate", "--help")
+    environment.python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder))
+    environment.uninstall("mlx-lm-mtp-followers")
+    gone = environment.done(*generate, *by_name)
+    assert gone.returncode == 2 and "unknown drafter 'followers'" in gone.stderr
 
 
 def _distribution(environment: Environment) -> Distribution:

@@ -250,6 +250,7 @@ def test_a_draft_model_and_a_drafter_are_one_too_many(served: Servers) -> None:
         status, error = asked(at, **more)
         assert status == 400 and error.startswith("draft is 'mtp', but the draft model")
     assert asked(at, draft_model=None) == (200, "")  # of the same model, without it
+    assert asked(at, draft="none") == (200, "")  # stock alone refuses it for a hybrid
     at = served("--mtp")
     status, error = asked(at, draft_model=str(BUNDLED))
     assert status == 400 and f"the draft model {BUNDLED} drafts" in error
@@ -478,7 +479,12 @@ def test_a_model_without_a_head_is_served_plainly(tmp_path: Path) -> None:
         (("--mtp-head", "x"), "--mtp-head x is of no use without --mtp; add it."),
         (("--draft", "medusa"), "unknown drafter 'medusa'"),
         (("--mtp", "--draft-model", "x"), "--draft-model x cannot go with --mtp"),
+        (
+            ("--draft", "draft-model", "--draft-model", "x"),
+            "name it with --draft-option draft-model.model=x.",
+        ),
         (("--mtp", "--draft-option", "deep=1"), "unknown draft option 'deep'"),
+        (("--mtp", "--draft-option", "ngram.deep=1"), "draft option 'ngram.deep'"),
     ],
 )
 def test_refused_before_it_listens(

@@ -227,6 +227,8 @@ BROKEN = (
     ("rounds_leave_no_trace", bigram.Vain, r"one that was shown the same tokens"),
     ("rewinds", bigram.Headlong, r"rewound by 1 of 2 tokens, behind \d+ it proposes"),
     ("rewinds", bigram.OneShort, r"rewound by \d of \d tokens, behind \d+"),
+    ("continues", bigram.Shortsighted, r"behind the path \[\d+, \d+, \d+\] it"),
+    ("continues", bigram.Imaginative, r"after a path of 3, of which one token was"),
     ("carried", bigram.Amnesiac, "resumed, it proposes"),
     ("carried", bigram.Boastful, r"resume\(\) says that 13 tokens were seen, of 12"),
     ("foreign_entries", bigram.Trusting, r"resume\(\) says 1, not 0"),

@@ -168,6 +168,30 @@ def rewinds(trial: Trial) -> Iterator[str]:
         yield from as_if_untouched(trial, play, what, shown[::-1])
 
 
+def continues(trial: Trial) -> Iterator[str]:
+    """`draft_behind` goes on behind a path as if all but its last token had been
+    shown, and keeps nothing of it in mind."""
+    there_and_back = (trial.prompt[1], started(trial).pending)
+    for path_length in (1, 2, 3):
+        play, other = started(trial), started(trial)
+        path = [play.pending, *there_and_back][:path_length]
+        behind = play.drafter.draft_behind(mx.array([path], dtype=mx.uint32), _K)
+        seen = behind.tokens[0, :_K].tolist()
+        for token in path[:-1]:
+            other.observe([token])
+        other.pending = path[-1]
+        wanted = other.draft()
+        if seen != wanted:
+            yield (
+                f"behind the path {path} it proposes {seen}; one that was shown all "
+                f"but the last of them, {wanted}"
+            )
+        play.observe(path[:1])
+        play.pending = trial.prompt[0]
+        what = f"after a path of {path_length}, of which one token was kept"
+        yield from as_if_untouched(trial, play, what, trial.prompt[:4])
+
+
 # --- its memory in the caller's prompt cache --------------------------------------
 
 
@@ -262,6 +286,7 @@ _CACHES, _REWIND = frozenset({"caches"}), frozenset({"rewind"})
 PLAYED = (
     Check(rounds_leave_no_trace),
     Check(rewinds, needs=_REWIND),
+    Check(continues, needs=frozenset({"continues"})),
     Check(carried, needs=_CACHES),
     Check(foreign_entries, models=1, needs=_CACHES),
     Check(suspended_after_rewinding, needs=_CACHES | _REWIND),

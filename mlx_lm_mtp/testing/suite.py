@@ -35,6 +35,7 @@ def check_drafter(
     factory: DrafterFactory | Callable[[], Drafter] | str,
     *,
     options: DraftOptions | Mapping[str, Any] | None = None,
+    own: Any = None,
     models: Sequence[TinyModel] | None = None,
     prompt: Sequence[int] = PROMPT,
     only: Collection[str] = (),
@@ -51,6 +52,8 @@ def check_drafter(
             called without arguments; or the name under which it is registered.
         options: What it is built with. Depth, paths, rescue, probe and
             `num_draft_tokens` are set by the checks.
+        own: The drafter's own options, for a factory that reads ``context.own``; one
+            that is named gets them from the options.
         models: The targets; by default :func:`.models.tiny_models`. A drafter that
             needs a certain kind of model or a head brings its own.
         prompt: Token ids that every generation begins with; choose such that the
@@ -69,7 +72,7 @@ def check_drafter(
     started = time.perf_counter()
     _check_names([*only, *without])
     with _exactly():
-        maker = Maker(factory, DraftOptions.of(options))
+        maker = Maker(factory, DraftOptions.of(options), own)
         trials, unsuited = _trials(maker, models, prompt)
         reasons = {name: _reason(name, trials[0], only, without) for name in CHECKS}
         checks = [CHECKS[name] for name, reason in reasons.items() if not reason]

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from .. import random_state
-from ..build import resolve
-from ..drafters.base import DraftContext, Drafter, gives, hidden_for
+from ..build import in_context, resolve
+from ..drafters.base import Drafter, gives, hidden_for
 from ..errors import DrafterError
 from ..options import DraftOptions
 from ..stats import Tally
@@ -60,10 +60,12 @@ class Maker:
         factory: The name of a drafter, or what builds one: with a `DraftContext`, or
             with nothing if it can be called so.
         options: Those that every generation has.
+        own: The drafter's own options, for a factory that is not named.
     """
 
     factory: Any
     options: DraftOptions
+    own: Any = None
 
     def __call__(
         self, model: nn.Module, tokenizer: Any, options: DraftOptions
@@ -77,7 +79,7 @@ class Maker:
         if not isinstance(made, str):
             with random_state.untouched():
                 if _needs_context(made):
-                    made = made(DraftContext(model, tokenizer, options))
+                    made = made(in_context(model, tokenizer, options, self.own))
                 else:
                     made = made()
         drafter = resolve(made, model, tokenizer, options)
