@@ -16,6 +16,7 @@ from .. import random_state
 from ..drafters.base import DraftContext, Drafter, gives, hidden_for
 from ..errors import DrafterError
 from ..options import DraftOptions
+from ..origin import path_of
 from ..stats import Tally
 from ..stock_api import resolve
 from ..target import Target
@@ -77,7 +78,8 @@ class Maker:
         if not isinstance(made, str):
             with random_state.untouched():
                 if _needs_context(made):
-                    made = made(DraftContext(model, tokenizer, options))
+                    context = DraftContext(model, tokenizer, options, path_of(model))
+                    made = made(context)
                 else:
                     made = made()
         drafter = resolve(made, model, tokenizer, options)
