@@ -108,7 +108,7 @@ def test_the_statistics_object(loaded: Any) -> None:
 def test_k_zero_is_plain_decoding_and_loads_nothing(
     loaded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_lm_mtp.drafters.mtp.head_of", None)
+    monkeypatch.setattr("mlx_lm_mtp.heads.head_of", None)
     ours = responses(loaded, max_tokens=5, draft="mtp", num_draft_tokens=0)
     assert len(ours) == 5 and not any(r.from_draft for r in ours)
     assert "nothing drafted" in ours[-1].draft_stats.summary()

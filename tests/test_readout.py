@@ -22,7 +22,7 @@ from scripted import Scripted
 from tiny import VOCAB, Spec
 from tokenizers import Tokenizer, models
 
-from mlx_lm_mtp import DraftOptions, MTPDrafter, Tally, draft_generate_step
+from mlx_lm_mtp import DraftOptions, MTPDrafter, Tally, draft_generate_step, heads
 from mlx_lm_mtp.drafters import mtp
 from mlx_lm_mtp.drafters.base import DraftContext
 from mlx_lm_mtp.errors import InvalidOption
@@ -265,13 +265,13 @@ def test_on_the_bundled_checkpoint(
 def test_the_registered_drafter_does_as_the_options_say() -> None:
     model = trunk(Spec())
     head = checks.head_for(model)
-    mtp_head, mtp.head_of = mtp.head_of, lambda model, source: head
+    mtp_head, heads.head_of = heads.head_of, lambda model, source: head
     try:
         for options in ({}, {"draft_head_bits": 4}, {"shortlist": 9}):
             made = mtp._build(DraftContext(model, None, DraftOptions(**options)))
             assert isinstance(made.readout, CheapReadout) == bool(options)
     finally:
-        mtp.head_of = mtp_head
+        heads.head_of = mtp_head
 
 
 def test_a_second_turn_starts_from_its_own_prompt() -> None:

@@ -233,7 +233,7 @@ def test_greedy_decoding_needs_no_guide() -> None:
 @pytest.mark.parametrize(
     ("logits", "drafted", "said"),
     [
-        ((1, 1, 5), (1, 0), "logits of shape (1, 1, 5) behind drafts of shape (1, 0)"),
+        ((1, 2, 6), (1, 0), "logits of shape (1, 2, 6) behind drafts of shape (1, 0)"),
         ((1, 6), (1, 0), "(1, 1, 6) and (1, d) are needed"),
         ((1, 1, 6), (2,), "behind drafts of shape (2,)"),
         ((1, 1, 6), (1, 2), "behind 2 drafts before the choice behind 0 was made"),

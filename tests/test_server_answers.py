@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from adapters import adapter
 from servers import BUNDLED, Server, Servers, server
+
+from mlx_lm_mtp import stock_server
+from mlx_lm_mtp.options import DraftOptions
+from mlx_lm_mtp.serving.answer import Answer
+from mlx_lm_mtp.serving.asked import Asked
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{# tool_call.name #}</tool_call>"
@@ -174,3 +183,56 @@ def test_an_adapter_of_the_server_or_of_a_request(
     options = ("--mtp", "--adapter-path", path)
     with server(tmp_path / "log", *options, model=model) as ours:
         assert told(ours) == mine[1] != mine[0]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("more", [{}, {"draft": "mtp"}, {"draft": "none"}, {"seed": 3}])
+def test_images_are_refused_as_by_stock(
+    both: tuple[Server, Server], more: dict[str, Any]
+) -> None:
+    """By a model that cannot see, and also beside a request that is drafted for."""
+    ours, stock = both
+    content = [{"type": "text", "text": "What is it?"}, IMAGE]
+    body = {"messages": [{"role": "user", "content": content}]} | more
+
+    def asked(at: Server) -> tuple[int, str]:
+        return at.post("/v1/chat/completions", json.dumps(body).encode())
+
+    wanted = asked(stock)
+    assert 400 <= wanted[0] < 500 and "content type" in wanted[1]
+    assert asked(ours) == wanted
+    with ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(told, ours)
+        assert [asked(ours) for _ in range(3)] == [wanted] * 3
+        assert beside.result() == stock.once(told)
+
+
+@pytest.mark.parametrize("seen", [None, object()], ids=["no image", "images"])
+def test_a_prompt_with_images_is_not_drafted_for(seen: Any) -> None:
+    """Also where stock finds all of them in its cache, and feeds tokens alone."""
+    found = ([1, 2], [[1, 2]], ["assistant"], "normal", seen)
+    asked = Asked("mtp", DraftOptions(), explicit=True)
+    args = SimpleNamespace(asked=asked)
+    args.answer = Answer(Queue(), None, args)
+    cli_args = SimpleNamespace(decode_concurrency=1, prompt_concurrency=1)
+    generator = Generator(requests=Queue(), cli_args=cli_args)
+    tokenize = stock_server._METHODS["ResponseGenerator"]["_tokenize"]
+    assert tokenize(lambda *_: found)(generator, None, None, args) == found
+    assert bool(asked.reason) == (seen is not None)
+    # and it stays out of the batch
+    image = [{"role": "user", "content": [IMAGE]}]
+    args.answer.request = SimpleNamespace(messages=image if seen else [])
+    stock = importlib.import_module("mlx_lm.server").ResponseGenerator._is_batchable
+    batchable = stock_server._is_batchable(inspect.unwrap(stock))
+    generator.model_provider = SimpleNamespace(is_batchable=True)
+    generator.cli_args.kv_bits = args.seed = None
+    batchable(generator, args)
+    assert args.answer.batchable == (seen is None)
+
+
+class Generator(SimpleNamespace):
+    """In the place of stock's; what belongs to one is found by its identity."""
+
+    __hash__ = object.__hash__

@@ -20,6 +20,7 @@ from bigram import Bigram
 from scripted import Scripted
 
 from mlx_lm_mtp import Proposal, generate, propose
+from mlx_lm_mtp.drafters import checked as checking
 from mlx_lm_mtp.drafters.base import DraftContext, Drafter
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import DrafterError, InvalidOption, UnknownDrafter
@@ -283,11 +284,11 @@ def test_the_first_token_that_differs_is_named() -> None:
 
 
 def _as_it_comes(stock: Any) -> Any:
-    return lambda self, proposal, k, wanted: proposal
+    return lambda self, proposal, wanted: proposal
 
 
 def _uncut(stock: Any) -> Any:
-    return lambda self, proposal, k, wanted: stock(self, proposal, 99, wanted)
+    return lambda proposal, n: proposal
 
 
 def _refused(stock: Any) -> Any:
@@ -299,17 +300,17 @@ def _refused(stock: Any) -> Any:
     return check
 
 
-PROPOSALS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
-    "malformed": (propose._Check.proposal, _as_it_comes, "proposal"),
-    "any_length": (propose._Check.proposal, _uncut, "proposal"),
-    "beyond_the_vocabulary": (propose._Check._tokens, _refused, "_tokens"),
+PROPOSALS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "malformed": (checking._Check, "proposal", _as_it_comes),
+    "any_length": (checking, "cut", _uncut),
+    "beyond_the_vocabulary": (checking._Check, "_tokens", _refused),
 }
 
 
 @pytest.mark.parametrize("check", PROPOSALS)
 def test_proposals_that_are_not_looked_at_are_found(check: str) -> None:
-    stock, broken, name = PROPOSALS[check]
-    with patch.object(propose._Check, name, broken(stock)):
+    owner, name, broken = PROPOSALS[check]
+    with patch.object(owner, name, broken(getattr(owner, name))):
         faults(Bigram, check)
 
 

@@ -54,10 +54,8 @@ def check_drafter(
             `num_draft_tokens` are set by the checks.
         own: The drafter's own options, for a factory that reads ``context.own``; one
             that is named gets them from the options.
-        models: The targets; by default :func:`.models.tiny_models`. A drafter that
-            needs a certain kind of model or a head brings its own.
-        prompt: Token ids that every generation begins with; choose such that the
-            drafter proposes something.
+        models: The targets; by default :func:`.models.tiny_models`.
+        prompt: Token ids that every generation begins with.
         only: Names of checks, out of `CHECKS`; by default all.
         without: Names of checks to leave out.
 
