@@ -25,6 +25,7 @@ from mlx_lm_mtp.stats import Tally
 
 V = 6
 DRAWS = 50_000
+FEWER = 20_000  # where the sampler is not the one that most people use
 BIAS = {1: 0.7, 4: -0.5}
 Pairs = dict[int, Counter[tuple[int, ...]]]
 
@@ -188,8 +189,9 @@ def surprises(way: str, draws: int = DRAWS) -> tuple[float, float, Tally]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_sampled_follows_the_target(way: str) -> None:
-    single, joint, stats = surprises(way)
-    assert stats.tokens == DRAWS and stats.rounds < 0.75 * DRAWS
+    draws = DRAWS if way == "shared" else FEWER
+    single, joint, stats = surprises(way, draws)
+    assert stats.tokens == draws and stats.rounds < 0.75 * draws
     assert single < 4 and joint < 4  # 4: once in 30,000 times
 
 
