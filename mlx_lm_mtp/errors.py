@@ -4,7 +4,7 @@ DraftError (ValueError)
  ├── UnsupportedVersion   this mlx-lm is not one we know how to extend
  ├── InvalidOption        an argument or option out of range, or two that clash
  ├── UnknownDrafter       no drafter of that name is registered
- ├── PluginError          two plugins claim the same drafter name
+ ├── PluginError          a plugin, or a drafter's factory, cannot do what it is to
  ├── HeadError
  │    ├── HeadNotFound    the checkpoint has no MTP head where one can live
  │    ├── HeadMismatch    a head is there, but does not fit the model
@@ -32,7 +32,7 @@ class UnknownDrafter(DraftError):
 
 
 class PluginError(DraftError):
-    """A plugin cannot be registered as it asks to be."""
+    """A plugin cannot be registered as it asks to be, or its factory fails."""
 
 
 class HeadError(DraftError):

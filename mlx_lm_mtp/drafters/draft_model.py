@@ -24,8 +24,10 @@ from ..errors import InvalidOption
 from ..hookspecs import Register, hookimpl
 from ..origin import ByModel
 from ..state.commit import flat
+from ..state.recurrence import Recurrence
 from ..state.snapshot import Snapshot
 from ..state.verified import light_restore, light_snapshot
+from ..target import Target
 from . import stepwise
 from .base import CHAIN, CONTRACT, DraftContext, Proposal, Wanted
 from .vocabulary import check_same_vocabulary
@@ -90,6 +92,8 @@ class DraftModelDrafter:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        # On CUDA stock loops over ops where a kernel of ours computes the recurrence.
+        self._forward = Target(model, recurrence=Recurrence())
         weight = getattr(embedding(model), "weight", None)
         self._rows = None if weight is None else weight.shape[0]
         self.begin()
@@ -202,7 +206,7 @@ class DraftModelDrafter:
         """Feed `(1, T)` tokens; gives the last logits, `(1, 1, V)`, lazily."""
         if self._rows is not None:  # the target may have a larger vocabulary
             tokens = mx.minimum(tokens, self._rows - 1)
-        return self.model(tokens, cache=self.caches)[:, -1:]
+        return self._forward(tokens, self.caches).logits[:, -1:]
 
 
 def _kind(cache: Any) -> list[tuple[int, ...]]:
