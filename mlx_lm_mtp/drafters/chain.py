@@ -49,7 +49,7 @@ class ChainDrafter:
     name = "chain"
 
     def __init__(self, parts: Sequence[tuple[Drafter, int | None]]) -> None:
-        self.parts = list(parts)
+        self.parts: list[tuple[Any, int | None]] = list(parts)
         drafters = [drafter for drafter, _ in self.parts]
         for drafter in drafters[1:]:
             if "continues" not in gives(drafter):
@@ -83,7 +83,7 @@ class ChainDrafter:
     def rewind(self, tokens: int) -> None:
         """All go back."""
         for drafter, _ in self.parts:
-            drafter.rewind(tokens)  # type: ignore[attr-defined]
+            drafter.rewind(tokens)
 
     def suspend(self) -> list[Any]:
         """The caches of the first; the others start cold."""
