@@ -35,6 +35,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
 from .carry import Around, Carried
+from .certificate import NO_FORM, Certificate
 from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
 from .errors import TakeBack
 from .futile import FutileWatch
@@ -211,7 +212,12 @@ class _Loop:
         self.timed = Stopwatch(
             stats.time if options.profile else stats.time_host, waits=options.profile
         )
-        self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
+        self.certificate: Certificate | None = None
+        if options.exactness == "exact" and options.verify == "batch":
+            self.certificate = Certificate(target, self.caches, note=stats.note_form)
+        form = (self.certificate.form,) if self.certificate else ()
+        how = (options.verify, stats, self.timed)
+        self.verifier = Verifier(target, self.caches, *how, *form)
         self.pending: Pending
         self.unobserved: list[Leg] = []
         self.ahead: Ahead | None = None
@@ -435,9 +441,11 @@ class _Loop:
         )
         if one_forward and self.verifier.one_row:
             limit, reason = 1, self.verifier.one_row
-        if limit is None:
-            return width, ""
-        return min(width, limit), reason if limit == 1 < width else ""
+        allowed = width if limit is None else min(width, limit)
+        if self.certificate is not None and allowed > 1:
+            held = self.certificate.widest(self.options.paths, allowed)
+            allowed, reason = held, reason if held == allowed else NO_FORM
+        return allowed, reason if allowed == 1 < width else ""
 
     def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
         judge = AtOnce if self.judges_at_once else OneByOne

@@ -39,6 +39,10 @@ class DraftOptions:
             then waited for, which is slower.
         verify: ``batch`` feeds the pending token and all drafts in one forward;
             ``step`` feeds them one by one with a snapshot before each.
+        exactness: ``exact`` verifies in a form that was measured to give the bits of
+            decoding on this device, the cheapest there is, and only as many tokens as
+            one holds for; ``fast`` always verifies in one plain forward, after which
+            tokens can differ from plain decoding's where two are nearly tied.
         capture: How a rejected draft is taken back from a gated-delta layer:
             ``states`` stores the state after every token of a verify, ``replay``
             computes it anew after a rejection, ``auto`` takes what costs less on
@@ -94,6 +98,11 @@ class DraftOptions:
     profile: bool = option(False, help="measure the seconds of each stage")
     verify: str = option(
         "batch", choices=("batch", "step"), help="how drafts are verified"
+    )
+    exactness: str = option(
+        "exact",
+        choices=("exact", "fast"),
+        help="whether verifying must have the bits of decoding",
     )
     capture: str = option(
         "auto",

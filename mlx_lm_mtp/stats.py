@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+NONE = "none"  # in the place of a form, where none holds
+
 
 @dataclass(frozen=True)
 class DraftStats:
@@ -46,6 +48,10 @@ class DraftStats:
         regime_rounds, regime_drafted, regime_accepted: ``thinking`` or ``answer`` ->
             rounds, drafts and accepted drafts there (by the token that the round
             begins with); empty if the model does not think.
+        exactness: ``exact`` if verifying had the bits of decoding, as was measured, or
+            ``fast`` if near-ties may have been decided otherwise.
+        forms: Inputs verified at once, ``4`` or ``2x4`` for two paths -> the form that
+            has the bits of decoding, or ``none``; as far as they were asked for.
         recurrence: What computed the gated-delta layers, ``stock`` or ``CUDA kernel``;
             empty if there are none.
         capture: How their states were taken back in the latest verify of a new width,
@@ -86,6 +92,8 @@ class DraftStats:
     regime_rounds: Counter[str] = field(default_factory=Counter)
     regime_drafted: Counter[str] = field(default_factory=Counter)
     regime_accepted: Counter[str] = field(default_factory=Counter)
+    exactness: str = "exact"
+    forms: dict[str, str] = field(default_factory=dict)
     recurrence: str = ""
     capture: str = ""
     capture_fault: str = ""
@@ -240,6 +248,7 @@ class DraftStats:
             reasons.append(
                 f"{n} rounds drafted by its own first choices, since {reason}"
             )
+        reasons += self._inexact()
         if self.capture_fault:
             reasons.append(f"states are replayed, for {self.capture_fault}")
         if self.unseen_tokens:
@@ -247,6 +256,13 @@ class DraftStats:
                 f"the drafter has not seen {self.unseen_tokens} cached tokens"
             )
         return "".join(f"; {reason}" for reason in reasons)
+
+    def _inexact(self) -> list[str]:
+        """What is not plain about how verifying was computed."""
+        if self.exactness == "fast":
+            return ["verified fast, so near-ties may be decided otherwise"]
+        unusual = {f for f in self.forms.values() if f not in ("batched", "none")}
+        return [f"verified exactly, with {form}" for form in sorted(unusual)]
 
 
 class Tally:
@@ -278,6 +294,11 @@ class Tally:
     def note(self, **known: Any) -> None:
         """Put fields of :class:`DraftStats` to these values."""
         self._changed().update(vars(DraftStats(**(self._values | known))))
+
+    def note_form(self, paths: int, width: int, form: str) -> None:
+        """Put down the form in which so many inputs have the bits of decoding."""
+        rows = f"{paths}x{width}" if paths > 1 else f"{width}"
+        self._changed()["forms"][rows] = form
 
     def time(self, stage: str, seconds: float) -> None:
         """Add seconds to a stage of the profile."""

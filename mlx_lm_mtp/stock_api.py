@@ -308,6 +308,7 @@ def _named(stats: Tally | None, draft: Any, options: DraftOptions) -> Tally:
         drafter=draft if isinstance(draft, str) else str(draft.name),
         num_draft_tokens=options.num_draft_tokens,
         verify=options.verify,
+        exactness=options.exactness,
         strategy=options.unusual,
     )
     return stats

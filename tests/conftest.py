@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,10 @@ settings.register_profile("ci", derandomize=True, max_examples=25, **_SHARED)
 settings.register_profile("dev", max_examples=10, **_SHARED)
 settings.register_profile("nightly", max_examples=500, **_SHARED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# What is measured on this machine is kept there, and the user's own is left alone.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mlx-lm-mtp-")
 
 # Bit-equality is promised on the CPU, wherever the tests run.
 mx.set_default_device(mx.cpu)
