@@ -29,6 +29,8 @@ LAYERS = [
         "declared",
         "anatomy",
         "futile",
+        "gaps",
+        "arguments",
     },
     {
         "options",
@@ -102,6 +104,10 @@ LAYERS = [
     {"bench.figures"},
     {"bench.report", "bench.plot"},
     {"bench.command"},
+    {"compare.verdict", "compare.rounding"},
+    {"compare.decode"},
+    {"compare.report"},
+    {"compare.command"},
     {"doctor.findings"},
     {"doctor.verdict", "doctor.examine"},
     {"doctor.report"},
@@ -125,12 +131,15 @@ START = {
 }
 
 
+PACKAGES = ("state", "drafters", "bench", "compare", "doctor", "serving")
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
-        if name and name not in ("state", "drafters", "bench", "doctor", "serving"):
+        if name and name not in PACKAGES:
             found[name] = path
     return found
 
