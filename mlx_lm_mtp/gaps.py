@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .rounds import Round
+
 # A gap is in the first bin whose bound it does not pass; a last bin has no bound.
 BOUNDS = (0.0, *(4.0**i for i in range(-5, 3)))
 SHOWN = 5  # smallest gaps that are kept where nobody asks for more
@@ -32,6 +34,25 @@ class Gap(NamedTuple):
     second: int
 
 
+class Audited(NamedTuple):
+    """One token that was decoded again, by itself.
+
+    Args:
+        gap: What it was found to be at first.
+        best: The likeliest token of a one-token forward.
+        plain: The gap there.
+    """
+
+    gap: Gap
+    best: int
+    plain: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether the likeliest token is another one."""
+        return self.best != self.gap.best
+
+
 def histogram(gaps: Iterable[float]) -> Counter[int]:
     """Bin -> how many gaps; those of broken rows, which are NaN, are left out."""
     return Counter(bisect.bisect_left(BOUNDS, gap) for gap in gaps if gap == gap)
@@ -49,3 +70,17 @@ def bin_name(index: int) -> str:
     if index == len(BOUNDS):
         return f"> {BOUNDS[-1]:g}"
     return f"<= {BOUNDS[index]:.2g}"
+
+
+def gaps_of(done: Round, position: int) -> list[Gap]:
+    """The gaps of what a round has yielded, as far as they are known.
+
+    Args:
+        done: The round.
+        position: Of its first token in the output.
+    """
+    return [
+        Gap(found.gap, position + i, found.best, found.second)
+        for i, found in enumerate(done.yielded)
+        if found is not None
+    ]
