@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,8 @@ DESCRIPTION = (
 _NOT_DERIVED = {
     *("replays", "replayed_tokens", "recurrence", "capture", "capture_fault"),
     *("resident_tokens", "unseen_tokens", "seconds", "host_seconds", "profile"),
-    *("audited", "drafter", "num_draft_tokens", "strategy", "verify"),
+    *("audited", "audit_differences", "direct_commits", "drafter", "num_draft_tokens"),
+    *("strategy", "verify", "tokens_per_second", "tokens_per_second_without_replay"),
 }
 
 
@@ -62,10 +62,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def differing(recorded: Recorded) -> Iterator[str]:
     """What comes out otherwise than it was recorded, a line each."""
+    from .gaps import SHOWN
     from .options import DraftOptions
 
-    known = dict(recorded.header["options"])
-    options = DraftOptions.of(known)
+    options = DraftOptions.of(recorded.header["options"])
     for number, done in enumerate(recorded.rounds):
         if (accepted := accepted_of(done)) != done.accepted and not (
             done.stopped and accepted > done.accepted
@@ -75,10 +75,12 @@ def differing(recorded: Recorded) -> Iterator[str]:
                 f"{accepted} of {[*map(list, done.paths)]} where the target chose "
                 f"{list(done.targets)}"
             )
+        if done.drafted != (done.accepted if done.stopped else len(done.paths[0])):
+            yield f"verify {number}: {done.drafted} drafts do not count as drafted"
         if options.depth == "confidence" and done.confidences:
             yield from _too_deep(number, done, options.tau)
     if recorded.stats is not None:
-        yield from _miscounted(recorded, max(5, options.audit))
+        yield from _miscounted(recorded, max(SHOWN, options.audit))
 
 
 def accepted_of(done: Round) -> int:
@@ -131,13 +133,10 @@ def _too_deep(number: int, done: Round, tau: float) -> Iterator[str]:
 
 
 def _miscounted(recorded: Recorded, keep: int) -> Iterator[str]:
-    from .stats import DraftStats
-
     stats = recorded.stats or {}
-    ours = rederived(recorded, keep).to_dict()
-    for name in (f.name for f in fields(DraftStats)):
-        if name in ours and name not in _NOT_DERIVED and ours[name] != stats.get(name):
-            yield f"{name}: {stats.get(name)} recorded, {ours[name]} derived"
+    for name, value in rederived(recorded, keep).to_dict().items():
+        if name not in _NOT_DERIVED and value != stats.get(name):
+            yield f"{name}: {stats.get(name)} recorded, {value} derived"
 
 
 def _title(number: int, recorded: Recorded) -> str:
