@@ -42,37 +42,28 @@ class Trace:
     """
 
     def __init__(self, file: Path, header: Mapping[str, Any]) -> None:
-        self._path = file
-        self._file: Any = _opened(file, "a")
+        self._file: Path | None = file
         names = ("mlx", "mlx-lm")
         versions = {name: importlib.metadata.version(name) for name in names}
         versions["mlx-lm-mtp"] = __version__
-        self._write({"trace": FORMAT, **header, "versions": versions})
+        _append(file, {"trace": FORMAT, **header, "versions": versions})
 
     def add(self, done: Round) -> None:
         """Write one verify."""
         self._write(asdict(done))
 
     def end(self, stats: DraftStats) -> None:
-        """Write the statistics, and close the file."""
+        """Write the statistics: the last line."""
         self._write({"stats": stats.to_dict()})
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-        except OSError as error:  # of a disk that is full the tokens know nothing
+            _append(self._file, line)
+        except InvalidOption as error:  # the text goes on, whatever the disk does
             self._file = None
-            warnings.warn(
-                f"mlx-lm-mtp: trace {self._path} ends here ({error.strerror}); make "
-                "room, or name a file elsewhere.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(f"mlx-lm-mtp: {error}", RuntimeWarning, stacklevel=2)
 
 
 def begin(file: Path) -> None:
@@ -81,16 +72,23 @@ def begin(file: Path) -> None:
     Raises:
         InvalidOption: If it cannot be written.
     """
-    _opened(file, "w").close()
+    _put(file, "wb", b"")
 
 
-def _opened(file: Path, mode: str) -> Any:
+def _append(file: Path, line: dict[str, Any]) -> None:
+    """Write a line in one piece, so that a kill leaves none that is cut."""
+    text = json.dumps(_finite(line), allow_nan=False) + "\n"
+    _put(file, "ab", text.encode())
+
+
+def _put(file: Path, mode: str, text: bytes) -> None:
     try:
-        return file.open(mode, buffering=1)  # a line at a time
+        with file.open(mode, buffering=0) as opened:
+            opened.write(text)
     except OSError as error:
         raise InvalidOption(
             f"draft trace {file} cannot be written ({error.strerror}); name a file in "
-            "a folder that exists and is yours."
+            "a folder that exists and is yours, on a disk that has room."
         ) from None
 
 

@@ -144,10 +144,22 @@ def test_a_killed_run_leaves_what_it_has_done(file: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk")
-def test_a_full_disk_ends_the_trace_and_not_the_text() -> None:
-    with pytest.warns(RuntimeWarning, match="trace /dev/full ends here .No space left"):
-        tally = traced(Path("/dev/full"))
-    assert tally.tokens == TOKENS
+def test_a_full_disk_is_told_at_once() -> None:
+    with pytest.raises(InvalidOption, match="cannot be written .No space left"):
+        Trace(Path("/dev/full"), {})
+
+
+def test_a_disk_that_becomes_full_ends_the_trace_and_not_the_text(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, line: dict[str, Any]) -> None:
+        if "trace" not in line:
+            raise InvalidOption(f"draft trace {path} cannot be written")
+
+    monkeypatch.setattr("mlx_lm_mtp.trace._append", full)
+    with pytest.warns(RuntimeWarning, match="cannot be written") as told:
+        tally = traced(file)
+    assert tally.tokens == TOKENS and len(told) == 1
 
 
 @pytest.mark.parametrize(
@@ -204,7 +216,7 @@ def test_from_the_command_line(script: Any, file: Path) -> None:
     header = json.loads(file.read_text().splitlines()[0])
     assert header["model"] == str(BUNDLED) and header["drafter"] == "mtp"
     assert {*header["versions"]} == {"mlx", "mlx-lm", "mlx-lm-mtp"}
-    file.write_text(file.read_text().replace('"accepted": 1,', '"accepted": 2,'))
+    file.write_text(file.read_text().replace('"drafted": 3,', '"drafted": 2,'))
     code, out, _ = script(cli.main, "replay", file)
     assert code == 1 and "difference" in out.splitlines()[-1]
 
@@ -233,7 +245,7 @@ def test_what_cannot_be_written_is_told_before_anything_is_loaded(
     code, _, err = script(cli.generate, *arguments)
     assert code == 2 and err.splitlines()[-1].endswith(
         "draft trace /nowhere/trace cannot be written (No such file or directory); "
-        "name a file in a folder that exists and is yours."
+        "name a file in a folder that exists and is yours, on a disk that has room."
     )
     with pytest.raises(InvalidOption, match="cannot be written"):
         mlx_lm.stream_generate(
