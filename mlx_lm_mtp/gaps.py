@@ -69,7 +69,7 @@ def bin_name(index: int) -> str:
         return "tie"
     if index == len(BOUNDS):
         return f"> {BOUNDS[-1]:g}"
-    return f"<= {BOUNDS[index]:.2g}"
+    return f"<= {BOUNDS[index]:.3g}"
 
 
 def gaps_of(done: Round, position: int) -> list[Gap]:

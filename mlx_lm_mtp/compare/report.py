@@ -46,13 +46,13 @@ def lines(subject: Subject, found: Comparison, temp: float) -> list[str]:
         f"{found.prompt + 1:>3}  {shown:{_SHOWN}}  {found.tokens:>5} tokens  {verdict}"
     )
     below = [] if difference is None else _below(subject.tokenizer, difference)
-    if found.rounding is not None:
+    if found.reason:
+        below.append(f"a bug, for {found.reason}")
+    elif found.rounding is not None:
         below.append(
             f"log-probabilities differ by up to {found.moved:.3g}; rounding alone "
             f"moves them by up to {found.rounding:.3g} here"
         )
-    if found.reason:
-        below.append(f"a bug, for {found.reason}")
     return [row, *(f"     {line}" for line in below)]
 
 
