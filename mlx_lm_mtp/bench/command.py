@@ -45,7 +45,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="instead of those built in: one a line, or a JSON list",
+        help="instead of those built in: one a line, JSON lines, or a JSON list",
     )
     add(
         "--ignore-chat-template",
