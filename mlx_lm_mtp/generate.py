@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -34,23 +35,28 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
+from .audit import Audit
 from .carry import Around, Carried
 from .certificate import NO_FORM, Certificate
 from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
 from .errors import TakeBack
 from .futile import FutileWatch
+from .gaps import SHOWN
 from .history import History
+from .nearness import Nearness
 from .noise import SharedNoise
 from .options import DraftOptions
 from .profile import Stopwatch
 from .propose import Proposer
 from .purity import is_pure
 from .regime import Marks, Regime
+from .rounds import Nearest, Round
 from .state.limits import width_limit
 from .state.recurrence import Recurrence
 from .state.verified import Verified
 from .stats import Tally
 from .target import Forward, Target
+from .trace import Trace
 from .verify import Verifier
 
 Step = tuple[int, mx.array, bool]
@@ -65,6 +71,7 @@ class Pending(NamedTuple):
     array: mx.array  # (1,), the same on the device
     logprobs: mx.array  # (V,), what it was chosen from
     error: Exception | None  # why it cannot be fed
+    nearest: Nearest | None = None  # how near to a tie it was, if that is looked at
 
 
 class Leg(NamedTuple):
@@ -79,6 +86,7 @@ class Ahead(NamedTuple):
 
     proposal: Proposal
     kept: int  # inputs of that one, as the drafter was shown them
+    k: int  # drafts that were asked for
     yielded: int = 0
 
 
@@ -104,6 +112,7 @@ def draft_generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     around: Around | None = None,
+    trace: Trace | None = None,
 ) -> Generator[Step, None, None]:
     """Stock's `generate_step` with drafts: the same tokens, fewer forwards.
 
@@ -123,6 +132,7 @@ def draft_generate_step(
         kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
         around: What is known around the prompt.
+        trace: Is told every verify.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
@@ -156,6 +166,7 @@ def draft_generate_step(
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
+        trace=trace,
     )
     step_size = options.prefill_step_size or prefill_step_size
     around = around or Around()
@@ -180,6 +191,7 @@ class _Loop:
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
+        trace: Trace | None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -222,6 +234,12 @@ class _Loop:
         self.unobserved: list[Leg] = []
         self.ahead: Ahead | None = None
         self.ended = False
+        self.k, self.undrafted = 0, ""  # of this round: drafts asked for, why none
+        self.trace = trace
+        self.looks = options.gaps or options.audit > 0 or trace is not None
+        self.nearness: Nearness | None = None  # of the latest verify
+        self.audit: Audit | None = None
+        self.finalised, self.worked = False, 0.0
 
     def run(
         self,
@@ -287,8 +305,11 @@ class _Loop:
 
     def _prefill_last(self, token: mx.array) -> None:
         with mx.stream(self.stream):
+            if self.options.audit:
+                self.audit = Audit(self.target, self.caches, token, self._quantized)
             forward = self.verifier.first(token[None])
-            judge = self._judge(forward.logits, _no_drafts(), token)
+            along = self._along(forward.logits, Proposal(_no_drafts()))
+            judge = self._judge(forward.logits, _no_drafts(), token, along)
             self._quantize()
             judge.judge(0)
             judge.settle(1)
@@ -322,12 +343,12 @@ class _Loop:
         if self.pending.error is not None:
             raise self.pending.error
         if self.ahead is not None:
-            proposal, self.ahead = self.ahead.proposal, None
+            proposal, self.k, self.undrafted = self.ahead.proposal, self.ahead.k, ""
+            self.ahead = None
         else:
-            width, reason = self._width(budget)
-            if reason:
-                self.stats.count_undrafted(reason)
-            proposal = self._draft(width - 1)
+            width, self.undrafted = self._width(budget)
+            self.k = width - 1
+            proposal = self._draft(self.k)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
         tokens = yield from self._leg(rows, proposal, budget)
@@ -349,10 +370,12 @@ class _Loop:
             wait(forward.logits)
         tokens: list[int] = []
         judge, more = None, True
-        token, logprobs = self.pending.token, self.pending.logprobs
+        pending = self.pending
+        token, logprobs = pending.token, pending.logprobs
         try:
             with mx.stream(self.stream):
-                judge = self._judge(forward.logits, drafts, self.pending.array)
+                along = self._along(forward.logits, source)
+                judge = self._judge(forward.logits, drafts, pending.array, along)
             while more:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
@@ -374,7 +397,8 @@ class _Loop:
             if tokens:  # of a leg that was stopped, only what was seen counts
                 stopped = more or self.ended
                 seen = len(tokens) - 1 if stopped else drafts.shape[1]
-                self._count(source, judge, seen, len(tokens) - 1)
+                done = self._done(source, judge, pending, seen, len(tokens) - 1)
+                self._count(replace(done, stopped=stopped))
                 judge.settle(len(tokens))
                 self._keep(tokens, forward.hidden, row)
                 self.regime.follow(tokens)
@@ -404,7 +428,7 @@ class _Loop:
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
         proposal = self._draft(width - 1)
-        self.ahead = Ahead(proposal, kept)
+        self.ahead = Ahead(proposal, kept, width - 1)
 
     def _draft(self, k: int) -> Proposal:
         """Up to k drafts, and what goes with them."""
@@ -447,9 +471,16 @@ class _Loop:
             allowed, reason = held, reason if held == allowed else NO_FORM
         return allowed, reason if allowed == 1 < width else ""
 
-    def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
+    def _judge(
+        self,
+        logits: mx.array,
+        drafts: mx.array,
+        x: mx.array,
+        along: Sequence[mx.array] = (),
+    ) -> Judge:
         judge = AtOnce if self.judges_at_once else OneByOne
-        return judge(logits, drafts, self.sampler, self.processors, self.history, x)
+        chooses = (self.sampler, self.processors, self.history)
+        return judge(logits, drafts, *chooses, x, along)
 
     def _goes_on(self, judge: Judge, tokens: list[int]) -> bool:
         """Whether the next draft is accepted; notes an end of the text."""
@@ -495,28 +526,81 @@ class _Loop:
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
         error = self.history.nothing_to_choose() if judge.broken(i) else None
-        return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i), error)
+        token = judge.token(i)  # waits, for all that is read here
+        near = None
+        if self.nearness is not None:
+            near = self.nearness.behind(judge.row(i), i)
+        return Pending(token, judge.chosen(i), judge.logprobs(i), error, near)
 
-    def _count(
-        self, source: Proposal | Branch, judge: Judge, drafted: int, accepted: int
-    ) -> None:
+    # --- what has come of it --------------------------------------------------------
+
+    def _along(self, logits: mx.array, source: Proposal | Branch) -> list[mx.array]:
+        """What is to be read with the choices of a verify, if somebody looks."""
+        if not self.looks:
+            return []
+        self.nearness = Nearness(logits)
+        confidence = source.confidence if isinstance(source, Proposal) else None
+        return [*self.nearness.arrays, *([] if confidence is None else [confidence])]
+
+    def _done(
+        self,
+        source: Proposal | Branch,
+        judge: Judge,
+        pending: Pending,
+        drafted: int,
+        accepted: int,
+    ) -> Round:
+        """The record of a verify, as far as somebody looks at it."""
+        done = Round(drafted, accepted, self.regime.now)
         if isinstance(source, Branch):
-            self.stats.count_rescue(source.position, drafted, accepted)
-            return
-        self.stats.count(drafted, accepted, self.regime.now, source.origins)
-        self.watch.count(drafted, accepted)
-        if drafted and self.noise.unguided:
-            self.stats.count_unguided(self.noise.unguided)
-        if source.candidates is not None:
-            choices = source.candidates[0].tolist()
-            for i, token in enumerate(judge.choices()[:drafted]):
-                self.stats.count_probe(i, choices[i], token)
+            done = replace(done, rescue=source.position)
+        else:
+            unguided = self.noise.unguided
+            done = replace(done, undrafted=self.undrafted, unguided=unguided)
+            done = replace(done, origins=source.origins)
+            if source.candidates is not None:
+                choices = tuple(map(tuple, source.candidates[0].tolist()))
+                targets = tuple(judge.choices())
+                done = replace(done, choices=choices, targets=targets)
+        return self._detailed(done, source, judge, pending) if self.looks else done
+
+    def _detailed(
+        self, done: Round, source: Proposal | Branch, judge: Judge, pending: Pending
+    ) -> Round:
+        assert self.nearness is not None
+        confidence = source.confidence if isinstance(source, Proposal) else None
+        worked, self.worked = self.worked, self.stats.worked
+        return replace(
+            done,
+            k=self.k if done.rescue is None else judge.drafts.shape[1],
+            token=pending.token,
+            paths=tuple(map(tuple, judge.drafts.tolist())),
+            confidences=() if confidence is None else tuple(confidence[0].tolist()),
+            targets=tuple(judge.choices()),
+            nearest=self.nearness.along(judge.row(done.accepted)),
+            first=pending.nearest,
+            seconds=self.worked - worked,
+        )
+
+    def _count(self, done: Round) -> None:
+        """Tell all who look at rounds."""
+        self.stats.take(done, max(SHOWN, self.options.audit))
+        if done.rescue is None:
+            self.watch.count(done.drafted, done.accepted)
+        if self.audit is not None:
+            self.audit.add(done.tokens)
+        if self.trace is not None:
+            self.trace.add(done)
 
     def _quantize(self) -> None:
+        self._quantized(self.caches)
+        if self.quantize[2] is not None:
+            self.carried.update()
+
+    def _quantized(self, caches: list[Any]) -> None:
         start, group_size, bits = self.quantize
         if bits is not None:
-            maybe_quantize_kv_cache(self.caches, start, group_size, bits)
-            self.carried.update()
+            maybe_quantize_kv_cache(caches, start, group_size, bits)
 
     # --- stop ---------------------------------------------------------------------
 
@@ -528,11 +612,19 @@ class _Loop:
                 assert isinstance(self.drafter, Rewinding)
                 self.drafter.rewind(self.ahead.kept - self.ahead.yielded)
             self.carried.end()
+        self.finalised = True
 
     def close(self, prompt: int, seconds: float) -> None:
         """Note what is known only at the end: after `prompt` tokens and `seconds`."""
         resident = self.carried.resident or prompt + self.stats.tokens
         self.stats.note(resident_tokens=resident, seconds=self.stats.seconds + seconds)
+        if self.audit is not None and self.finalised:
+            with mx.stream(self.stream):
+                smallest = self.stats.smallest_gaps[: self.options.audit]
+                audited = self.audit.run(smallest, self.stats.tokens)
+            self.stats.note(audited=audited)
+        if self.trace is not None:
+            self.trace.end(self.stats.stats)
 
 
 def _known(tokens: Sequence[int]) -> mx.array:

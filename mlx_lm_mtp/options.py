@@ -35,6 +35,10 @@ class DraftOptions:
             prompt; 0 is all.
         probe: For each draft position, count how often the target's token was among
             the drafter's best 1, 2, … `probe` choices; 0 does not.
+        gaps: For each token, note how far the target's two likeliest tokens are apart.
+        audit: Afterwards decode so many of the smallest gaps again, token by token,
+            and count those that would have differed; 0 does not. It costs what plain
+            decoding of the text costs, and a copy of the caches behind the prompt.
         profile: Measure the seconds spent in each stage. What a stage computes is
             then waited for, which is slower.
         verify: ``batch`` feeds the pending token and all drafts in one forward;
@@ -94,6 +98,10 @@ class DraftOptions:
     )
     probe: int = option(
         0, least=0, help="best choices among which tokens are looked for"
+    )
+    gaps: bool = option(False, help="note how near to ties tokens are")
+    audit: int = option(
+        0, least=0, help="smallest gaps that are decoded again, token by token"
     )
     profile: bool = option(False, help="measure the seconds of each stage")
     verify: str = option(
@@ -170,6 +178,11 @@ class DraftOptions:
             f"{name}={str(value).lower()}"
             for name, value in (changed | dict(self.of_drafters)).items()
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of them as :meth:`of` takes them, k and those of drafters included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | dict(values.pop("of_drafters"))
 
     def of_drafter(self, name: str) -> dict[str, Any]:
         """The options of the drafter of that name, without it before theirs."""

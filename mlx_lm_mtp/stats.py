@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from . import gaps
+from .gaps import Audited, Gap
+from .rounds import Round
+
 NONE = "none"  # in the place of a form, where none holds
 
 
@@ -52,6 +56,10 @@ class DraftStats:
             ``fast`` if near-ties may have been decided otherwise.
         forms: Inputs verified at once, ``4`` or ``2x4`` for two paths -> the form that
             has the bits of decoding, or ``none``; as far as they were asked for.
+        gaps: Bin -> tokens whose two likeliest were so far apart (see :mod:`.gaps`);
+            empty unless the option ``gaps`` is on, as with ``audit`` or a trace.
+        smallest_gaps: The smallest of them, the smallest first.
+        audited: Those of them that were decoded again by one-token forwards.
         recurrence: What computed the gated-delta layers, ``stock`` or ``CUDA kernel``;
             empty if there are none.
         capture: How their states were taken back in the latest verify of a new width,
@@ -94,6 +102,9 @@ class DraftStats:
     regime_accepted: Counter[str] = field(default_factory=Counter)
     exactness: str = "exact"
     forms: dict[str, str] = field(default_factory=dict)
+    gaps: Counter[int] = field(default_factory=Counter)
+    smallest_gaps: tuple[Gap, ...] = ()
+    audited: tuple[Audited, ...] = ()
     recurrence: str = ""
     capture: str = ""
     capture_fault: str = ""
@@ -159,6 +170,11 @@ class DraftStats:
         ]
 
     @property
+    def audit_differences(self) -> int:
+        """How many of the audited tokens plain decoding would have chosen otherwise."""
+        return sum(found.differs for found in self.audited)
+
+    @property
     def tokens_per_second(self) -> float:
         """Over the whole generation."""
         return _ratio(self.tokens, self.seconds)
@@ -176,6 +192,7 @@ class DraftStats:
         named = {name: dict(getattr(self, name)) for name in _NAMED}
         rates = {name: getattr(self, name) for name in _RATES}
         del counts["covered"]  # is in the rates, as `coverage`
+        counts["gaps"] = {gaps.bin_name(i): n for i, n in sorted(self.gaps.items())}
         return counts | named | rates
 
     def summary(self) -> str:
@@ -194,10 +211,13 @@ class DraftStats:
         )
 
     def tables(self) -> list[str]:
-        """The probe and the profile, for people, if there are any."""
+        """The probe, the gaps and the profile, for people, if there are any."""
         found = []
         if self.probed:
             found.append(_table("position", self._probe_rows()))
+        if self.gaps:
+            found.append(_table("gap", self._gap_rows()))
+            found.append(_table("smallest gaps", self._smallest_rows()))
         if self.profile:
             found.append(_table("stage", self._profile_rows()))
         return found
@@ -206,6 +226,24 @@ class DraftStats:
         rows = [("", *(f"top {n + 1}" for n in range(len(self.coverage[0]))), "rounds")]
         for d, rates in enumerate(self.coverage):
             rows.append((str(d + 1), *(f"{r:.1%}" for r in rates), str(self.probed[d])))
+        return rows
+
+    def _gap_rows(self) -> list[tuple[str, ...]]:
+        rows, tokens = [("", "tokens", "share")], self.gaps.total()
+        for i, n in sorted(self.gaps.items()):
+            rows.append((gaps.bin_name(i), str(n), f"{_ratio(n, tokens):.1%}"))
+        return [*rows]
+
+    def _smallest_rows(self) -> list[tuple[str, ...]]:
+        audited = {found.gap: found for found in self.audited}
+        head = ("", "position", "best", "second")
+        rows: list[tuple[str, ...]] = [(*head, "decoded again") if audited else head]
+        for gap in self.smallest_gaps:
+            row = (f"{gap.gap:.3g}", *map(str, gap[1:]))
+            if audited:
+                again = audited.get(gap)
+                row += ("" if again is None else _again(again),)
+            rows.append(row)
         return rows
 
     def _profile_rows(self) -> list[tuple[str, ...]]:
@@ -308,6 +346,41 @@ class Tally:
         """Add seconds of the host to a stage."""
         self._changed()["host_seconds"][stage] += seconds
 
+    @property
+    def worked(self) -> float:
+        """Seconds of all stages so far."""
+        values = self._values
+        return sum(values["host_seconds"].values()) + sum(values["profile"].values())
+
+    def take(self, done: Round, keep: int = gaps.SHOWN) -> None:
+        """Add what one verify has come to.
+
+        Args:
+            done: That verify.
+            keep: Smallest gaps to keep.
+        """
+        position = self._values["tokens"]
+        if done.undrafted:
+            self.count_undrafted(done.undrafted)
+        if done.rescue is None:
+            self.count(done.drafted, done.accepted, done.regime, done.origins)
+        else:
+            self.count_rescue(done.rescue, done.drafted, done.accepted)
+        if done.drafted and done.unguided:
+            self.count_unguided(done.unguided)
+        seen = zip(done.choices[: done.drafted], done.targets, strict=False)
+        for i, (choices, token) in enumerate(seen):
+            self.count_probe(i, [*choices], token)
+        if found := gaps.gaps_of(done, position):
+            self.count_gaps(found, keep)
+
+    def count_gaps(self, found: Sequence[Gap], keep: int = gaps.SHOWN) -> None:
+        """Add the gaps of some tokens, and keep the smallest of all."""
+        values = self._changed()
+        values["gaps"].update(gaps.histogram(gap.gap for gap in found))
+        known = values["smallest_gaps"]
+        values["smallest_gaps"] = gaps.smallest([*known, *found], keep)
+
     def count(
         self,
         drafted: int,
@@ -383,6 +456,7 @@ _RATES = (
     "verifies_per_token",
     "direct_commits",
     "coverage",
+    "audit_differences",
     "tokens_per_second",
     "tokens_per_second_without_replay",
 )
@@ -393,10 +467,19 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Gap | Audited):
+        return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, Counter):
         last = max((i for i in value if isinstance(i, int)), default=-1)
         return [value[i] for i in range(last + 1)]
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _again(found: Audited) -> str:
+    """What decoding a token again has shown, for people."""
+    return f"{found.best}, gap {found.plain:.3g}{' (differs)' * found.differs}"
 
 
 def _table(corner: str, rows: list[tuple[str, ...]]) -> str:

@@ -144,7 +144,7 @@ drafter_loses_the_last_pair = replaced(MTPDrafter, "observe", _observe_losing_la
 
 
 def _accepts_any(stock: Any) -> Any:
-    return lambda self, i: i < self._drafts.shape[-1]
+    return lambda self, i: i < self.drafts.shape[-1]
 
 
 wrong_drafts_accepted = replaced(AtOnce, "accepts", _accepts_any)
@@ -152,13 +152,13 @@ wrong_drafts_accepted_one_by_one = replaced(OneByOne, "accepts", _accepts_any)
 last_draft_never_accepted = replaced(
     AtOnce,
     "accepts",
-    lambda stock: lambda self, i: i + 1 < self._drafts.shape[-1] and stock(self, i),
+    lambda stock: lambda self, i: i + 1 < self.drafts.shape[-1] and stock(self, i),
 )
 
 
 def _chosen_without_bonus(stock: Any) -> Any:
     def chosen(self: _Loop, judge: Any, i: int) -> Any:
-        bonus = 0 < i == judge._drafts.shape[-1]
+        bonus = 0 < i == judge.drafts.shape[-1]
         return stock(self, judge, i - bonus)
 
     return chosen
@@ -204,8 +204,8 @@ all_positions_sampled_in_one_draw = replaced(AtOnce, "_follow", _sample_in_one_d
 def _draw_anew(stock: Any) -> Any:
     def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> mx.array:
         token = stock(self, logits, chosen)
-        if len(chosen) < self._drafts.shape[1]:
-            draft, anew = self._drafts[0, len(chosen)], self._sampler(logits)
+        if len(chosen) < self.drafts.shape[1]:
+            draft, anew = self.drafts[0, len(chosen)], self._sampler(logits)
             token = mx.where(token == draft, token, anew)
         return token
 
@@ -252,7 +252,7 @@ def _judge_all_at_once(stock: Any) -> Any:
     def _judge_draft(self: OneByOne, j: int) -> None:
         chosen = self._fed[j]
         if j > 0:
-            self._fed[j] = self._drafts[0, j - 1 : j]
+            self._fed[j] = self.drafts[0, j - 1 : j]
         stock(self, j)
         self._fed[j] = chosen
         self.histories.append(self._history.tokens)  # type: ignore[attr-defined]

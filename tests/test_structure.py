@@ -30,6 +30,9 @@ LAYERS = [
         "anatomy",
         "futile",
         "store",
+        "rounds",
+        "gaps",
+        "arguments",
     },
     {
         "options",
@@ -40,6 +43,8 @@ LAYERS = [
         "profile",
         "coupling",
         "history",
+        "nearness",
+        "trace",
     },
     {"state.kernels", "state.bits"},
     {"state.arithmetics"},
@@ -71,6 +76,7 @@ LAYERS = [
     {"tree", "carry", "state.paths", "guides", "drafters.checked", "drafters.stepwise"},
     {
         "verify",
+        "audit",
         "noise",
         "drafters.mtp",
         "drafters.ngram",
@@ -88,7 +94,7 @@ LAYERS = [
     {"stock_api", "stock_tools"},
     {"stock_server"},
     {"install"},
-    {"extract"},
+    {"extract", "replay"},
     {"testing"},
     {"testing.models", "testing.report"},
     {"testing.tokenizer", "testing.scripted", "testing.oracle"},
@@ -105,6 +111,10 @@ LAYERS = [
     {"bench.figures"},
     {"bench.report", "bench.plot"},
     {"bench.command"},
+    {"compare.verdict", "compare.rounding"},
+    {"compare.decode"},
+    {"compare.report"},
+    {"compare.command"},
     {"doctor.findings"},
     {"doctor.verdict", "doctor.examine"},
     {"doctor.report"},
@@ -122,10 +132,15 @@ START = {
     "errors",
     "options",
     "stats",
+    "rounds",
+    "gaps",
     "wrapping",
     "regime",
     "declared",
 }
+
+
+PACKAGES = ("state", "drafters", "bench", "compare", "doctor", "serving")
 
 
 def modules() -> dict[str, Path]:
@@ -133,7 +148,7 @@ def modules() -> dict[str, Path]:
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
-        if name and name not in ("state", "drafters", "bench", "doctor", "serving"):
+        if name and name not in PACKAGES:
             found[name] = path
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import checks
@@ -20,6 +21,7 @@ from tiny import VOCAB, Spec
 from mlx_lm_mtp import DraftOptions, Tally, draft_generate_step
 from mlx_lm_mtp.drafters.base import Proposal
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.trace import Trace
 
 PROMPT = [5, 9, 30, 2, 77]
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
@@ -121,6 +123,16 @@ def test_greedy_rounds_wait_once(waits: Counter[str], pattern: str, k: int) -> N
     options = DraftOptions(num_draft_tokens=k)
     waited, stats = drafted(waits, pattern, options=options)
     assert 1 < stats.rounds == waited
+
+
+@pytest.mark.parametrize("pattern", ["1", "110", "0"])
+def test_gaps_and_traces_wait_for_nothing_more(
+    waits: Counter[str], pattern: str, tmp_path: Path
+) -> None:
+    options = DraftOptions(gaps=True)
+    trace = Trace(tmp_path / "trace", {})
+    waited, stats = drafted(waits, pattern, options=options, trace=trace)
+    assert 1 < stats.rounds == waited and stats.gaps.total() == stats.tokens
 
 
 def test_a_stock_sampler_waits_once_as_well(waits: Counter[str]) -> None:

@@ -1,0 +1,257 @@
+"""Traces: written line by line, read again, and replayed without a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx_lm
+import mutants
+import oracle
+import pytest
+from checks import PROMPT, drafted, model_of
+from mlx_lm.sample_utils import make_sampler
+from scripted import Branching, right_where
+from test_gaps import impure
+from tiny import Spec
+
+from mlx_lm_mtp import DraftOptions, Tally, cli
+from mlx_lm_mtp.errors import InvalidOption
+from mlx_lm_mtp.replay import accepted_of, differing
+from mlx_lm_mtp.rounds import Nearest, Round
+from mlx_lm_mtp.trace import Recorded, Trace, read
+
+BUNDLED = Path(__file__).parents[1] / "examples" / "models" / "qwen3_5-tiny-mtp"
+TOKENS = 20
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "paths": {"paths": 3},
+    "rescued and probed": {"rescue": 2, "probe": 2},
+    "audited": {"audit": 7},
+    "by confidence": {"depth": "confidence", "tau": 0.5},
+    "read once": {"depth": "confidence", "tau": 0.5, "reads": "once"},
+}
+
+
+def traced(file: Path, *, sampler: Any = None, stop: Any = None, **how: Any) -> Tally:
+    """A generation of the tiny model, traced."""
+    model, tally = model_of(Spec("qwen3_5")), Tally()
+    sampled = {"sampler": sampler, "seed": 5}
+    truth = oracle.stock(model, PROMPT, TOKENS + 8, **sampled).tokens
+    options = DraftOptions(**how)
+    header = {"drafter": "scripted", "num_draft_tokens": 3}
+    trace = Trace(file, header | {"options": options.to_dict()})
+    drafter = Branching(truth, right_where("110"))
+    more = {"options": options, "stats": tally, "stop": stop, "trace": trace}
+    drafted(model, PROMPT, TOKENS, drafter, **sampled, **more)
+    return tally
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.mark.parametrize("sampler", [None, make_sampler(1.0), impure])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replay_comes_to_the_same(way: str, sampler: Any, file: Path) -> None:
+    tally = traced(file, sampler=sampler, **WAYS[way])
+    (recorded,) = read(file)
+    assert [*differing(recorded)] == []
+    assert recorded.stats == json.loads(json.dumps(tally.stats.to_dict()))
+    assert len(recorded.rounds) == tally.verifies
+    said = [token for done in recorded.rounds for token in done.tokens]
+    stock = oracle.stock(
+        model_of(Spec("qwen3_5")), PROMPT, TOKENS, sampler=sampler, seed=5
+    )
+    assert said == stock.tokens
+    gaps = [n for done in recorded.rounds for n in done.yielded]
+    assert None not in gaps and len(gaps) == TOKENS
+    assert all(done.seconds > 0 for done in recorded.rounds)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_a_stopped_generation_is_replayed_as_well(stop: int, file: Path) -> None:
+    traced(file, stop=stop)
+    (recorded,) = read(file)
+    assert [*differing(recorded)] == [] and recorded.rounds[-1].stopped
+
+
+@pytest.mark.parametrize(
+    "mutant", [mutants.wrong_drafts_accepted, mutants.last_draft_never_accepted]
+)
+def test_planted_bugs_show_in_a_replay(mutant: mutants.Mutant, file: Path) -> None:
+    with mutant():
+        traced(file)
+    (recorded,) = read(file)
+    assert "accepted, and the rule accepts" in next(differing(recorded))
+
+
+CHANGES: dict[str, tuple[Callable[[Round], Round], str]] = {
+    "accepted": (lambda r: replace(r, accepted=r.accepted + 1), "the rule accepts"),
+    "target": (lambda r: replace(r, targets=(0, *r.targets[1:])), "the rule accepts"),
+    "drafted": (lambda r: replace(r, drafted=0), "do not count as drafted"),
+    "gap": (lambda r: replace(r, first=Nearest(0.0, 1, 2)), "gaps: "),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_is_found(change: str, file: Path) -> None:
+    traced(file)
+    (recorded,) = read(file)
+    tampered, said = CHANGES[change]
+    recorded.rounds[0] = tampered(recorded.rounds[0])
+    assert any(said in line for line in differing(recorded))
+
+
+def test_a_depth_beyond_its_confidences_is_found() -> None:
+    done = Round(
+        3, 3, targets=(1, 2, 3, 4), paths=((1, 2, 3),), confidences=(0.9, 0.1, 0.9)
+    )
+    header = {"options": {"depth": "confidence", "tau": 0.5}}
+    found = [*differing(Recorded(header, [done]))]
+    assert len(found) == 1 and "confidences allow 2 at tau=0.5" in found[0]
+
+
+def test_the_rule_that_accepts_is_asked_over_paths() -> None:
+    paths = ((1, 2, 3), (1, 5, 6), (7, 5, 6))
+    assert accepted_of(Round(3, 0, paths=paths, targets=(1, 5, 9, 4))) == 2
+    assert accepted_of(Round(3, 0, paths=paths, targets=(7, 5, 6, 4))) == 3
+    assert accepted_of(Round(3, 0, paths=paths, targets=(8, 2, 3, 4))) == 0
+    assert accepted_of(Round(0, 0, paths=((),), targets=(8,))) == 0
+
+
+# --- the file ---------------------------------------------------------------------
+
+
+def test_a_killed_run_leaves_what_it_has_done(file: Path) -> None:
+    """Lines can be read as soon as they are written; half a line is left out."""
+    trace = Trace(file, {"options": {}, "drafter": "x", "num_draft_tokens": 1})
+    nan = Nearest(float("nan"), 1, 2)
+    for n in range(1, 4):
+        trace.add(Round(0, 0, token=n, paths=((),), nearest=(nan,)))
+        assert len(read(file)[0].rounds) == n
+    with file.open("a") as broken:
+        broken.write('{"drafted": 0, "acc')
+    (recorded,) = read(file)
+    assert [done.token for done in recorded.rounds] == [1, 2, 3]
+    assert recorded.stats is None and [*differing(recorded)] == []
+    assert recorded.rounds[0].nearest[0].gap != recorded.rounds[0].nearest[0].gap
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk")
+def test_a_full_disk_is_told_at_once() -> None:
+    with pytest.raises(InvalidOption, match="cannot be written .No space left"):
+        Trace(Path("/dev/full"), {})
+
+
+def test_a_disk_that_becomes_full_ends_the_trace_and_not_the_text(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, line: dict[str, Any]) -> None:
+        if "trace" not in line:
+            raise InvalidOption(f"draft trace {path} cannot be written")
+
+    monkeypatch.setattr("mlx_lm_mtp.trace._append", full)
+    with pytest.warns(RuntimeWarning, match="cannot be written") as told:
+        tally = traced(file)
+    assert tally.tokens == TOKENS and len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no trace"),
+        ('{"trace": 9}\n', "is a trace of format 9, and this is for format 1"),
+        ('{"stats": {}}\n', "line 1 is neither a header nor a verify"),
+        ('{"trace": 1}\nhello\n{"stats": {}}\n', "line 2 is neither a header nor"),
+        ('{"trace": 1}\n{"drafted": 1}\n', "line 2 is neither a header nor a verify"),
+    ],
+)
+def test_what_is_no_trace_is_told(text: str, said: str, file: Path) -> None:
+    file.write_text(text)
+    with pytest.raises(InvalidOption, match=said):
+        read(file)
+    with pytest.raises(InvalidOption, match="cannot be read: No such file"):
+        read(file.with_name("none"))
+
+
+# --- the commands -----------------------------------------------------------------
+
+
+@pytest.fixture
+def script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[Any, str, str]]:
+    """One of our scripts with these arguments: exit code, output, error."""
+
+    def script(entry: Any, *args: Any) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["mlx_lm_mtp", *map(str, args)])
+        code: Any = 0
+        try:
+            entry()
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return script
+
+
+def generating(file: Path, *more: Any) -> tuple[Any, ...]:
+    options = ("--mtp", "--max-tokens", 30, "--draft-trace", file)
+    return ("--model", BUNDLED, "--prompt", "class Node:\n", *options, *more)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_from_the_command_line(script: Any, file: Path) -> None:
+    file.write_text("an older one")
+    code, out, _ = script(cli.generate, *generating(file, "--temp", 0.7))
+    assert code == 0 and "smallest gaps" in out
+    code, out, _ = script(cli.main, "replay", file)
+    assert code == 0 and out.endswith("replayed: no differences\n")
+    header = json.loads(file.read_text().splitlines()[0])
+    assert header["model"] == str(BUNDLED) and header["drafter"] == "mtp"
+    assert {*header["versions"]} == {"mlx", "mlx-lm", "mlx-lm-mtp"}
+    file.write_text(file.read_text().replace('"drafted": 3,', '"drafted": 2,'))
+    code, out, _ = script(cli.main, "replay", file)
+    assert code == 1 and "difference" in out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("k", [0, 2])
+def test_generations_are_appended(k: int, file: Path) -> None:
+    model, tokenizer = mlx_lm.load(str(BUNDLED))
+    more = {"draft": "mtp", "num_draft_tokens": k, "draft_trace": str(file)}
+    texts = [
+        mlx_lm.generate(model, tokenizer, "def f(", max_tokens=9, **more)
+        for _ in range(2)
+    ]
+    found = read(file)
+    assert len(found) == 2 and texts[0] == texts[1]
+    assert [[*differing(recorded)] for recorded in found] == [[], []]
+    assert found[0].stats["tokens"] == sum(len(r.tokens) for r in found[0].rounds)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_what_cannot_be_written_is_told_before_anything_is_loaded(
+    script: Any, file: Path
+) -> None:
+    nowhere = Path("/nowhere/trace")
+    arguments = ("--model", "/none", "--mtp", "--draft-trace", nowhere)
+    code, _, err = script(cli.generate, *arguments)
+    assert code == 2 and err.splitlines()[-1].endswith(
+        "draft trace /nowhere/trace cannot be written (No such file or directory); "
+        "name a file in a folder that exists and is yours, on a disk that has room."
+    )
+    with pytest.raises(InvalidOption, match="cannot be written"):
+        mlx_lm.stream_generate(
+            model_of(Spec("qwen3_5")), None, [1], draft="mtp", draft_trace=nowhere
+        )
+    code, _, err = script(cli.generate, "--model", "/none", "--draft-trace", file)
+    assert code == 2 and "--draft-trace is of no use without --mtp" in err
+    code, _, err = script(cli.main, "replay", nowhere)
+    assert code == 2 and "/nowhere/trace cannot be read" in err
