@@ -176,6 +176,14 @@ def draft_generate_step(
 class _Loop:
     """One generation: the target, the drafter, the caches, and the pending token."""
 
+    pending: Pending
+    ahead: Ahead | None = None
+    ended = finalised = False
+    k, undrafted = 0, ""  # of this round: drafts asked for, and why there are none
+    nearness: Nearness | None = None  # of the latest verify, if somebody looks
+    audit: Audit | None = None
+    worked = 0.0  # seconds of the host up to the latest verify
+
     def __init__(
         self,
         target: Target,
@@ -230,16 +238,9 @@ class _Loop:
         form = (self.certificate.form,) if self.certificate else ()
         how = (options.verify, stats, self.timed)
         self.verifier = Verifier(target, self.caches, *how, *form)
-        self.pending: Pending
         self.unobserved: list[Leg] = []
-        self.ahead: Ahead | None = None
-        self.ended = False
-        self.k, self.undrafted = 0, ""  # of this round: drafts asked for, why none
         self.trace = trace
         self.looks = options.gaps or options.audit > 0 or trace is not None
-        self.nearness: Nearness | None = None  # of the latest verify
-        self.audit: Audit | None = None
-        self.finalised, self.worked = False, 0.0
 
     def run(
         self,

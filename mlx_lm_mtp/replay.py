@@ -30,7 +30,14 @@ _NOT_DERIVED = {
     *("replays", "replayed_tokens", "recurrence", "capture", "capture_fault"),
     *("resident_tokens", "unseen_tokens", "seconds", "host_seconds", "profile"),
     *("audited", "audit_differences", "direct_commits", "drafter", "num_draft_tokens"),
-    *("strategy", "verify", "tokens_per_second", "tokens_per_second_without_replay"),
+    *(
+        "exactness",
+        "forms",
+        "strategy",
+        "verify",
+        "tokens_per_second",
+        "tokens_per_second_without_replay",
+    ),
 }
 
 

@@ -52,14 +52,14 @@ class DraftStats:
         regime_rounds, regime_drafted, regime_accepted: ``thinking`` or ``answer`` ->
             rounds, drafts and accepted drafts there (by the token that the round
             begins with); empty if the model does not think.
-        exactness: ``exact`` if verifying had the bits of decoding, as was measured, or
-            ``fast`` if near-ties may have been decided otherwise.
-        forms: Inputs verified at once, ``4`` or ``2x4`` for two paths -> the form that
-            has the bits of decoding, or ``none``; as far as they were asked for.
         gaps: Bin -> tokens whose two likeliest were so far apart (see :mod:`.gaps`);
             empty unless the option ``gaps`` is on, as with ``audit`` or a trace.
         smallest_gaps: The smallest of them, the smallest first.
         audited: Those of them that were decoded again by one-token forwards.
+        exactness: ``exact`` if verifying had the bits of decoding, as was measured, or
+            ``fast`` if near-ties may have been decided otherwise.
+        forms: Inputs verified at once, ``4`` or ``2x4`` for two paths -> the form that
+            has the bits of decoding, or ``none``; as far as they were asked for.
         recurrence: What computed the gated-delta layers, ``stock`` or ``CUDA kernel``;
             empty if there are none.
         capture: How their states were taken back in the latest verify of a new width,
@@ -100,11 +100,11 @@ class DraftStats:
     regime_rounds: Counter[str] = field(default_factory=Counter)
     regime_drafted: Counter[str] = field(default_factory=Counter)
     regime_accepted: Counter[str] = field(default_factory=Counter)
-    exactness: str = "exact"
-    forms: dict[str, str] = field(default_factory=dict)
     gaps: Counter[int] = field(default_factory=Counter)
     smallest_gaps: tuple[Gap, ...] = ()
     audited: tuple[Audited, ...] = ()
+    exactness: str = "exact"
+    forms: dict[str, str] = field(default_factory=dict)
     recurrence: str = ""
     capture: str = ""
     capture_fault: str = ""

@@ -112,6 +112,9 @@ def rounds_when_wide(model: Any, far: float) -> Iterator[None]:
         yield
 
 
+FAST = {"exactness": "fast"}  # else a form of verify is looked for that rounds nothing
+
+
 def compared(
     spec: Spec,
     *planted: Any,
@@ -134,7 +137,8 @@ def compared(
     tokenizer.eos_token_ids = set() if eos is None else {truth[eos]}
     subject = Subject("tiny", model, tokenizer, [Prompt("x", list(PROMPT))])
     drafter = Scripted(truth, right_where(pattern))
-    plan = Plan(TOKENS, drafter, DraftOptions(**options or {}), sampler, seed=3)
+    how = DraftOptions(**options or (FAST if far else {}))
+    plan = Plan(TOKENS, drafter, how, sampler, seed=3)
     with ExitStack() as stack:
         stack.enter_context(rounds_when_wide(model, far))
         for mutant in planted:
@@ -202,6 +206,12 @@ def test_rounding_flips_near_ties(weights: str, far: float) -> None:
     assert found.verdict == NEAR_TIE and difference.best is not None
     assert 0 <= difference.gap <= 2 * difference.moved <= 2 * ROOM * found.rounding
     assert difference.position == difference.best.position == found.tokens - 1
+
+
+def test_what_would_flip_does_not_in_exact_mode() -> None:
+    spec, exact = Spec("qwen3", weights="bf16"), {"exactness": "exact"}
+    found = compared(spec, pattern="10", far=0.5, options=exact)
+    assert found.verdict == IDENTICAL and found.moved == 0
 
 
 def test_rounding_flips_what_is_sampled() -> None:

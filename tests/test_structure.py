@@ -29,10 +29,10 @@ LAYERS = [
         "declared",
         "anatomy",
         "futile",
-        "store",
         "rounds",
         "gaps",
         "arguments",
+        "store",
     },
     {
         "options",

@@ -123,8 +123,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         for one in _shown(compare(subject, plan), len(subject.prompts)):
             found.append(one)
             print("\n".join(report.lines(subject, one, args.temp)), file=out)
-        # To be fast, `exactness=fast` gives near-ties away.
-        code = exit_code(found, exact="exactness=fast" not in plan.options.unusual)
+        code = exit_code(found, exact=plan.options.exactness == "exact")
     except DraftError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
