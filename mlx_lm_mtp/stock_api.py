@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import InvalidOption, TakeBack
 from .options import DraftOptions
 from .regime import Marks
+from .rounds import Round
 from .stats import Tally
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _plain(
     steps = generate_step(prompt, model, *stream, **kwargs)
     try:
         for token, logprobs in _computed(steps, request):
-            stats.count(0, 0)
+            stats.count(Round())
             yield token, logprobs, False
     finally:
         steps.close()

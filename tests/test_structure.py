@@ -28,9 +28,10 @@ LAYERS = [
         "regime",
         "declared",
         "anatomy",
-        "futile",
+        "rounds",
     },
     {
+        "futile",
         "options",
         "stats",
         "origin",
@@ -76,6 +77,7 @@ LAYERS = [
         "plugins",
     },
     {"propose"},
+    {"drafting"},
     {"generate", "build"},
     {"serving.turns", "stock_cli", "stock_convert"},
     {"serving.asked"},
@@ -122,6 +124,7 @@ START = {
     "wrapping",
     "regime",
     "declared",
+    "rounds",
 }
 
 
