@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from .choices import log_probabilities, two_best
 from .gaps import Audited, Gap
+from .rounds import Round
 from .target import Target
 
 
@@ -39,9 +40,9 @@ class Audit:
         self._fed = [last.item()]
         self._quantize = quantize
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """Note what was yielded."""
-        self._fed += tokens
+    def add(self, done: Round) -> None:
+        """Note what a verify has yielded."""
+        self._fed += done.tokens
 
     def run(self, gaps: Sequence[Gap], tokens: int) -> tuple[Audited, ...]:
         """What one-token forwards give where the gaps were small.

@@ -19,6 +19,7 @@ the drafter can go back should the caller stop among them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
@@ -38,20 +39,18 @@ from .accept import AtOnce, Judge, OneByOne
 from .audit import Audit
 from .carry import Around, Carried
 from .certificate import NO_FORM, Certificate
-from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
+from .drafters.base import Branch, Drafter, Proposal, hidden_for
+from .drafting import Drafting
 from .errors import TakeBack
 from .futile import FutileWatch
 from .gaps import SHOWN
 from .history import History
 from .nearness import Nearness
-from .noise import SharedNoise
 from .options import DraftOptions
-from .profile import Stopwatch
-from .propose import Proposer
+from .profile import Lap, Stopwatch
 from .purity import is_pure
 from .regime import Marks, Regime
 from .rounds import Nearest, Round
-from .state.limits import width_limit
 from .state.recurrence import Recurrence
 from .state.verified import Verified
 from .stats import Tally
@@ -75,19 +74,12 @@ class Pending(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """What was kept of one verify."""
+    """What to verify behind the pending token."""
 
-    inputs: mx.array  # (1, n)
-    hidden: mx.array | None  # (1, n, H), the target's at each of them
-
-
-class Ahead(NamedTuple):
-    """A round that was drafted before the one before it was yielded to its end."""
-
-    proposal: Proposal
-    kept: int  # inputs of that one, as the drafter was shown them
+    drafts: mx.array  # (P, k')
+    source: Proposal | Branch  # where they come from
     k: int  # drafts that were asked for
-    yielded: int = 0
+    undrafted: str = ""  # why none could be
 
 
 def draft_generate_step(
@@ -177,12 +169,10 @@ class _Loop:
     """One generation: the target, the drafter, the caches, and the pending token."""
 
     pending: Pending
-    ahead: Ahead | None = None
     ended = finalised = False
-    k, undrafted = 0, ""  # of this round: drafts asked for, and why there are none
     nearness: Nearness | None = None  # of the latest verify, if somebody looks
+    certificate: Certificate | None = None
     audit: Audit | None = None
-    worked = 0.0  # seconds of the host up to the latest verify
 
     def __init__(
         self,
@@ -202,11 +192,7 @@ class _Loop:
         trace: Trace | None,
     ) -> None:
         self.target = target
-        self.drafter = drafter
         self.history = History(kept=bool(processors))
-        shared = options.draft_sampling == "shared"
-        self.noise = SharedNoise(drafter, shared, sampler, processors, self.history)
-        self.propose = Proposer(drafter, options, self.noise)
         self.carried = carried
         self.caches = carried.caches
         self.stream = stream
@@ -215,32 +201,38 @@ class _Loop:
         self.on_tokens = on_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime = regime
-        self.watch = FutileWatch(drafter)
         self.sampler = sampler
         self.processors = processors
-        # What is chosen greedily stays so, whatever the caller draws or seeds.
-        self.goes_ahead = (
-            sampler is greedy_sampler
-            and not processors
-            and not options.rescue
-            and options.paths == 1
-            and options.depth == "fixed"  # else drafting waits, and the caller would
-            and "rewind" in gives(drafter)
-        )
         self.judges_at_once = all(map(is_pure, (sampler, *processors)))
         self.quantize = quantize
         self.timed = Stopwatch(
             stats.time if options.profile else stats.time_host, waits=options.profile
         )
-        self.certificate: Certificate | None = None
         if options.exactness == "exact" and options.verify == "batch":
             self.certificate = Certificate(target, self.caches, note=stats.note_form)
         form = (self.certificate.form,) if self.certificate else ()
-        how = (options.verify, stats, self.timed)
-        self.verifier = Verifier(target, self.caches, *how, *form)
-        self.unobserved: list[Leg] = []
-        self.trace = trace
+        start, _, bits = quantize
+        self.verifier = Verifier(
+            target,
+            self.caches,
+            options.verify,
+            stats,
+            self.timed,
+            *form,
+            quantized_kv_start=None if bits is None else start,
+        )
+        self.drafting = Drafting(
+            drafter, options, sampler, processors, self.history, stream, self.timed
+        )
         self.looks = options.gaps or options.audit > 0 or trace is not None
+        self.told: list[Callable[[Round], None]] = [
+            functools.partial(stats.count, keep=max(SHOWN, options.audit)),
+            FutileWatch(drafter).count,
+        ]
+        self.trace = trace
+        if trace is not None:
+            self.told.append(trace.add)
+        self.work = Lap()
 
     def run(
         self,
@@ -299,7 +291,7 @@ class _Loop:
         with mx.stream(self.stream):
             hidden = self.target(chunk[None], self.caches).hidden
             self._quantize()
-            self.drafter.prefill(chunk[None], hidden)
+            self.drafting.prefill(chunk[None], hidden)
             mx.eval([cache.state for cache in self.caches])
             self.history.add(chunk)
         mx.clear_cache()
@@ -309,18 +301,20 @@ class _Loop:
             if self.options.audit:
                 self.audit = Audit(self.target, self.caches, token, self._quantized)
             forward = self.verifier.first(token[None])
-            along = self._along(forward.logits, Proposal(_no_drafts()))
-            judge = self._judge(forward.logits, _no_drafts(), token, along)
+            none = Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+            along = self._along(forward.logits, none)
+            judge = self._judge(forward.logits, none.tokens, token, along)
             self._quantize()
             judge.judge(0)
             judge.settle(1)
             self.history.prompt = self.history.length
-            self.drafter.prefill(token[None], forward.hidden)
+            self.drafting.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
+        self.work.lap()
 
     def _echo(self, token: int, logprobs: mx.array) -> Generator[Step, None, None]:
         """Yield the last token of the prompt, as a round of its own."""
-        self.stats.count(0, 0, self.regime.now)
+        self._tell(Round(regime=self.regime.now, token=token, paths=((),)))
         yield token, logprobs, False
         stopped = self.on_tokens is not None and self.on_tokens([token])
         self.ended = bool(stopped) or token in self.eos_token_ids
@@ -330,6 +324,8 @@ class _Loop:
     def rounds(self, max_tokens: int) -> Generator[Step, None, None]:
         """Round after round until `max_tokens` are yielded (never, if negative)."""
         yielded = 0
+        if self.audit is not None:
+            self.told.append(self.audit.add)
         while yielded != max_tokens and not self.ended:
             before = yielded
             tokens = yield from self._round(max_tokens - yielded)
@@ -343,46 +339,49 @@ class _Loop:
         """Yield x and what is accepted behind it; returns these tokens."""
         if self.pending.error is not None:
             raise self.pending.error
-        if self.ahead is not None:
-            proposal, self.k, self.undrafted = self.ahead.proposal, self.ahead.k, ""
-            self.ahead = None
-        else:
-            width, self.undrafted = self._width(budget)
-            self.k = width - 1
-            proposal = self._draft(self.k)
-        side_by_side = self.options.paths > 1  # else branches wait for a rescue
-        rows = tree.rows(proposal) if side_by_side else proposal.tokens
-        tokens = yield from self._leg(rows, proposal, budget)
-        branch = self._rescue(proposal, len(tokens), budget)
+        leg = self._drafted(budget)
+        tokens = yield from self._leg(leg, budget)
+        rest = budget - len(tokens)
+        branch = self._rescue(leg.source, len(tokens), budget)
         if branch is not None:
-            width, _ = self._width(budget - len(tokens))
-            rest = branch.rest[:, : width - 1]
-            tokens += yield from self._leg(rest, branch, budget - len(tokens))
-        self._observe()
+            k, _ = self._most(rest)
+            tokens += yield from self._leg(Leg(branch.rest[:, :k], branch, k), rest)
+        self.drafting.observe()
         return tokens
 
-    def _leg(
-        self, drafts: mx.array, source: Proposal | Branch, budget: int
-    ) -> Generator[Step, None, list[int]]:
-        """Verify x and `(P, k')` drafts; yield x and each accepted draft."""
+    def _drafted(self, budget: int) -> Leg:
+        """What the round begins with."""
+        reason, ahead = "", self.drafting.ahead()
+        if ahead is not None:
+            proposal, k = ahead.proposal, ahead.k
+        else:
+            k, reason = self._most(budget)
+            pending = self.pending
+            proposal = self.drafting.draft(pending.token, pending.logprobs.shape[-1], k)
+        side_by_side = self.options.paths > 1  # else branches wait for a rescue
+        rows = tree.rows(proposal) if side_by_side else proposal.tokens
+        return Leg(rows, proposal, k, reason)
+
+    def _leg(self, leg: Leg, budget: int) -> Generator[Step, None, list[int]]:
+        """Verify x and the drafts; yield x and each accepted draft."""
         with mx.stream(self.stream), self.timed("verify") as wait:
-            inputs = self._inputs(drafts)
-            forward, verified = self.verifier(inputs)
+            forward, verified = self.verifier(self._inputs(leg.drafts))
             wait(forward.logits)
         tokens: list[int] = []
-        judge, more = None, True
+        judge, more, seconds = None, True, None
         pending = self.pending
         token, logprobs = pending.token, pending.logprobs
         try:
             with mx.stream(self.stream):
-                along = self._along(forward.logits, source)
-                judge = self._judge(forward.logits, drafts, pending.array, along)
+                along = self._along(forward.logits, leg.source)
+                judge = self._judge(forward.logits, leg.drafts, pending.array, along)
             while more:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
                 tokens.append(token)
                 try:
-                    yield token, logprobs, len(tokens) > 1
+                    with self.work.paused():
+                        yield token, logprobs, len(tokens) > 1
                 except TakeBack:
                     tokens.pop()
                     raise
@@ -390,18 +389,18 @@ class _Loop:
                     more = self._goes_on(judge, tokens)
                     token = judge.token(len(tokens) - 1)
                 logprobs = judge.logprobs(len(tokens) - 1)
-                if more and len(tokens) == 1 and self.goes_ahead:
+                if more and len(tokens) == 1 and self.drafting.goes_ahead:
+                    seconds = self.work.lap()
                     self._go_ahead(judge, tokens, forward, budget)
         finally:
             row = judge.row(len(tokens) - 1) if tokens else 0
             self._commit(verified, len(tokens), row)
-            if tokens:  # of a leg that was stopped, only what was seen counts
-                stopped = more or self.ended
-                seen = len(tokens) - 1 if stopped else drafts.shape[1]
-                done = self._done(source, judge, pending, seen, len(tokens) - 1)
-                self._count(replace(done, stopped=stopped))
+            if tokens:
+                seconds = self.work.lap() if seconds is None else seconds
+                done = self._over(leg, judge, len(tokens), more, seconds)
+                self._tell(self._detailed(done, leg, judge, pending))
                 judge.settle(len(tokens))
-                self._keep(tokens, forward.hidden, row)
+                self.drafting.keep(tokens, forward.hidden, row)
                 self.regime.follow(tokens)
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, len(tokens) - 1)
@@ -421,63 +420,39 @@ class _Loop:
         accepted = judge.choices()[: kept - 1]
         ends = not self.eos_token_ids.isdisjoint(accepted)
         fed = forward.logits.shape[1]
-        width, _ = self._width(budget - kept, taken_back=fed - kept)
-        if ends or kept == budget or width == 1:  # there is nothing to draft
+        k, _ = self._most(budget - kept, taken_back=fed - kept)
+        if ends or kept == budget or k == 0:  # there is nothing to draft
             return
-        self._keep([*tokens, *accepted], forward.hidden, 0)
-        self._observe()
+        self.drafting.keep([*tokens, *accepted], forward.hidden, 0)
+        self.drafting.observe()
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
-        proposal = self._draft(width - 1)
-        self.ahead = Ahead(proposal, kept, width - 1)
-
-    def _draft(self, k: int) -> Proposal:
-        """Up to k drafts, and what goes with them."""
-        if k == 0:
-            return Proposal(_no_drafts())
-        with mx.stream(self.stream), self.timed("draft") as wait:
-            vocabulary = self.pending.logprobs.shape[-1]
-            proposal = self.propose(_known([self.pending.token]), k, vocabulary)
-            # The device drafts while the verify graph is built.
-            mx.async_eval(proposal.tokens, [b.token for b in proposal.branches])
-            wait(proposal.tokens)
-        return proposal
+        pending = self.pending
+        self.drafting.draft_ahead(pending.token, pending.logprobs.shape[-1], k, kept)
 
     def _inputs(self, drafts: mx.array) -> mx.array:
         """`(P, 1 + k')`: the pending token and the drafts."""
         x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
-    def _width(self, budget: int, *, taken_back: int = 0) -> tuple[int, str]:
-        """Inputs of a leg: x, and as many drafts as may be kept; and why it is alone.
-
-        Inputs that will be taken back from the caches do not count.
-        """
-        width = self.options.num_draft_tokens + 1
+    def _most(self, budget: int, *, taken_back: int = 0) -> tuple[int, str]:
+        """Drafts of a leg, as many as may be kept; and why there are none."""
+        k = self.options.num_draft_tokens
         if budget > 0:
-            width = min(width, budget)
-        start, _, bits = self.quantize
-        one_forward = self.options.verify == "batch"
-        limit, reason = width_limit(
-            self.caches,
-            quantized_kv_start=None if bits is None else start,
-            one_forward=one_forward,
-            taken_back=taken_back,
-        )
-        if one_forward and self.verifier.one_row:
-            limit, reason = 1, self.verifier.one_row
-        allowed = width if limit is None else min(width, limit)
-        if self.certificate is not None and allowed > 1:
-            held = self.certificate.widest(self.options.paths, allowed)
+            k = min(k, budget - 1)
+        limit, reason = self.verifier.limit(taken_back)
+        allowed = k if limit is None else min(k, limit - 1)
+        if self.certificate is not None and allowed > 0:
+            held = self.certificate.widest(self.options.paths, allowed + 1) - 1
             allowed, reason = held, reason if held == allowed else NO_FORM
-        return allowed, reason if allowed == 1 < width else ""
+        return allowed, reason if allowed == 0 < k else ""
 
     def _judge(
         self,
         logits: mx.array,
         drafts: mx.array,
         x: mx.array,
-        along: Sequence[mx.array] = (),
+        along: Sequence[mx.array],
     ) -> Judge:
         judge = AtOnce if self.judges_at_once else OneByOne
         chooses = (self.sampler, self.processors, self.history)
@@ -502,28 +477,6 @@ class _Loop:
             return None
         return tree.rescue(proposal, kept - 1, self.pending.token)
 
-    def _keep(self, tokens: Sequence[int], hidden: mx.array | None, row: int) -> None:
-        """Note the inputs of one path that are kept down for the drafter."""
-        n = len(tokens)
-        if self.ahead is not None:  # it knows them already
-            self.ahead = self.ahead._replace(yielded=n)
-            return
-        with mx.stream(self.stream):
-            kept = None if hidden is None else hidden[row : row + 1, :n]
-            self.unobserved.append(Leg(_known(tokens), kept))
-
-    def _observe(self) -> None:
-        """Show the drafter the inputs that were kept."""
-        legs, self.unobserved = self.unobserved, []
-        if not legs:
-            return
-        with mx.stream(self.stream), self.timed("observe"):
-            hidden = [leg.hidden for leg in legs if leg.hidden is not None]
-            self.drafter.observe(
-                mx.concatenate([leg.inputs for leg in legs], axis=1),
-                mx.concatenate(hidden, axis=1) if hidden else None,
-            )
-
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
         error = self.history.nothing_to_choose() if judge.broken(i) else None
@@ -533,7 +486,27 @@ class _Loop:
             near = self.nearness.behind(judge.row(i), i)
         return Pending(token, judge.chosen(i), judge.logprobs(i), error, near)
 
-    # --- what has come of it --------------------------------------------------------
+    def _over(
+        self, leg: Leg, judge: Judge, kept: int, stopped: bool, seconds: float
+    ) -> Round:
+        """The record of a leg; of one that was stopped, only what was seen counts."""
+        stopped = stopped or self.ended
+        drafted = kept - 1 if stopped else leg.drafts.shape[1]
+        source = leg.source
+        known = Round(leg.k, drafted, kept - 1, stopped=stopped, seconds=seconds)
+        if isinstance(source, Branch):
+            return replace(known, rescue=source.position)
+        listed = source.candidates
+        choices = [] if listed is None else judge.choices()[:drafted]
+        probed = () if listed is None else map(tuple, listed[0].tolist())
+        return replace(
+            known,
+            regime=self.regime.now,
+            undrafted=leg.undrafted,
+            unguided=self.drafting.unguided if drafted else "",
+            origins=source.origins,
+            probed=tuple(zip(probed, choices, strict=False)),
+        )
 
     def _along(self, logits: mx.array, source: Proposal | Branch) -> list[mx.array]:
         """What is to be read with the choices of a verify, if somebody looks."""
@@ -543,55 +516,24 @@ class _Loop:
         confidence = source.confidence if isinstance(source, Proposal) else None
         return [*self.nearness.arrays, *([] if confidence is None else [confidence])]
 
-    def _done(
-        self,
-        source: Proposal | Branch,
-        judge: Judge,
-        pending: Pending,
-        drafted: int,
-        accepted: int,
-    ) -> Round:
-        """The record of a verify, as far as somebody looks at it."""
-        done = Round(drafted, accepted, self.regime.now)
-        if isinstance(source, Branch):
-            done = replace(done, rescue=source.position)
-        else:
-            unguided = self.noise.unguided
-            done = replace(done, undrafted=self.undrafted, unguided=unguided)
-            done = replace(done, origins=source.origins)
-            if source.candidates is not None:
-                choices = tuple(map(tuple, source.candidates[0].tolist()))
-                targets = tuple(judge.choices())
-                done = replace(done, choices=choices, targets=targets)
-        return self._detailed(done, source, judge, pending) if self.looks else done
-
-    def _detailed(
-        self, done: Round, source: Proposal | Branch, judge: Judge, pending: Pending
-    ) -> Round:
-        assert self.nearness is not None
-        confidence = source.confidence if isinstance(source, Proposal) else None
-        worked, self.worked = self.worked, self.stats.worked
+    def _detailed(self, done: Round, leg: Leg, judge: Judge, pending: Pending) -> Round:
+        """The record with its tokens, if somebody looks."""
+        if self.nearness is None:
+            return done
+        confidence = None if isinstance(leg.source, Branch) else leg.source.confidence
         return replace(
             done,
-            k=self.k if done.rescue is None else judge.drafts.shape[1],
             token=pending.token,
-            paths=tuple(map(tuple, judge.drafts.tolist())),
+            paths=tuple(map(tuple, leg.drafts.tolist())),
             confidences=() if confidence is None else tuple(confidence[0].tolist()),
             targets=tuple(judge.choices()),
             nearest=self.nearness.along(judge.row(done.accepted)),
             first=pending.nearest,
-            seconds=self.worked - worked,
         )
 
-    def _count(self, done: Round) -> None:
-        """Tell all who look at rounds."""
-        self.stats.take(done, max(SHOWN, self.options.audit))
-        if done.rescue is None:
-            self.watch.count(done.drafted, done.accepted)
-        if self.audit is not None:
-            self.audit.add(done.tokens)
-        if self.trace is not None:
-            self.trace.add(done)
+    def _tell(self, record: Round) -> None:
+        for consumer in self.told:
+            consumer(record)
 
     def _quantize(self) -> None:
         self._quantized(self.caches)
@@ -607,11 +549,9 @@ class _Loop:
 
     def finalise(self) -> None:
         """Show the drafter the rest, and carry what it has seen to the next call."""
-        self._observe()
+        self.drafting.observe()
         with mx.stream(self.stream), self.timed("finalise"):
-            if self.ahead is not None:
-                assert isinstance(self.drafter, Rewinding)
-                self.drafter.rewind(self.ahead.kept - self.ahead.yielded)
+            self.drafting.rewind()
             self.carried.end()
         self.finalised = True
 
@@ -626,12 +566,3 @@ class _Loop:
             self.stats.note(audited=audited)
         if self.trace is not None:
             self.trace.end(self.stats.stats)
-
-
-def _known(tokens: Sequence[int]) -> mx.array:
-    """`(1, n)` tokens for the drafter, who can read them without waiting."""
-    return mx.array([tokens], dtype=mx.uint32)
-
-
-def _no_drafts() -> mx.array:
-    return mx.zeros((1, 0), dtype=mx.uint32)

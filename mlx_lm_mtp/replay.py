@@ -30,14 +30,8 @@ _NOT_DERIVED = {
     *("replays", "replayed_tokens", "recurrence", "capture", "capture_fault"),
     *("resident_tokens", "unseen_tokens", "seconds", "host_seconds", "profile"),
     *("audited", "audit_differences", "direct_commits", "drafter", "num_draft_tokens"),
-    *(
-        "exactness",
-        "forms",
-        "strategy",
-        "verify",
-        "tokens_per_second",
-        "tokens_per_second_without_replay",
-    ),
+    *("exactness", "forms", "strategy", "verify"),
+    *("tokens_per_second", "tokens_per_second_without_replay"),
 }
 
 
@@ -122,7 +116,7 @@ def rederived(recorded: Recorded, keep: int) -> DraftStats:
 
     tally = Tally()
     for done in recorded.rounds:
-        tally.take(done, keep)
+        tally.count(done, keep)
     return tally.stats
 
 

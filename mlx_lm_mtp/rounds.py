@@ -1,8 +1,4 @@
-"""What one verify has come to, as plain numbers: what all who look at rounds are told.
-
-Most rounds are one verify; a rescue adds a second one. Statistics, gaps and traces take
-the same record, so that a trace can be fed to them again without a model.
-"""
+"""What is known of a verify once it is over: one plain record for all who ask."""
 
 from __future__ import annotations
 
@@ -25,52 +21,58 @@ class Nearest(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """One verify, once it is known what was kept of it.
+    """One verify: what was asked for, what was fed, and what was kept of it.
 
-    The numbers of the first group are always there, the others only if somebody wants
-    them (a trace, or gaps).
+    Most rounds are one of these. A rescue adds a second one to its round, which has a
+    `rescue`.
 
     Args:
-        drafted: Drafts that were looked at: all, unless the caller stopped before.
-        accepted: How many of them were kept.
-        regime: ``thinking`` or ``answer`` at its first token; empty if there is none.
-        origins: For each draft who drafted it, where that differs.
-        rescue: The position from whose second choice it goes on; None for the first
-            verify of a round.
-        undrafted: Why nothing could be drafted, if something was to be.
-        unguided: Why drafts were not chosen as the target chooses.
-        choices: For each draft the drafter's best choices, if they are probed.
-        targets: What the target chose behind each input, as far as it has.
-
         k: Drafts that were asked for.
+        drafted: Drafts that were fed. Of a verify among whose tokens the caller has
+            stopped, those that were accepted until then.
+        accepted: Of these, how many were kept: the tokens are one more.
+        regime: Where in the text it began, as :mod:`.regime` has it.
+        undrafted: Why nothing could be drafted, although it was wanted; or ``""``.
+        unguided: Why drafts were chosen otherwise than the target's tokens, or ``""``.
+        origins: For each draft who drafted it; empty if that is always the same.
+        probed: For each draft position the drafter's choices there, the best first,
+            and the target's token; empty without the option `probe`.
+        rescue: The draft position that the round went on from by a second choice; None
+            if it began here.
+        stopped: Whether the caller stopped here, or the text ended.
+        seconds: From when the choices before this verify were known until its own
+            were, without what the caller did meanwhile; None where nothing was
+            verified before.
+
+    The rest is known only if somebody looks at tokens (a trace, or gaps):
+
+    Args:
         token: The pending token, input 0.
         paths: The drafts, one or more paths.
         confidences: The drafter's, of the first path; empty if it gives none.
+        targets: What the target chose behind each input, as far as it has.
         nearest: Behind each input, along the path that was kept.
         first: At the pending token, chosen in the verify before; None if not known.
-        stopped: Whether it was broken off: by the caller, or the end of the text.
-        seconds: Of the host, without the caller's; what the device takes is in it
-            where the host waits.
     """
 
-    drafted: int
-    accepted: int
+    k: int = 0
+    drafted: int = 0
+    accepted: int = 0
     regime: str = ""
-    origins: tuple[str, ...] = ()
-    rescue: int | None = None
     undrafted: str = ""
     unguided: str = ""
-    choices: tuple[tuple[int, ...], ...] = ()
-    targets: tuple[int, ...] = ()
+    origins: tuple[str, ...] = ()
+    probed: tuple[tuple[tuple[int, ...], int], ...] = ()
+    rescue: int | None = None
+    stopped: bool = False
+    seconds: float | None = None
 
-    k: int = 0
     token: int = 0
     paths: tuple[tuple[int, ...], ...] = ()
     confidences: tuple[float, ...] = ()
+    targets: tuple[int, ...] = ()
     nearest: tuple[Nearest, ...] = ()
     first: Nearest | None = None
-    stopped: bool = False
-    seconds: float = 0.0
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -346,85 +345,53 @@ class Tally:
         """Add seconds of the host to a stage."""
         self._changed()["host_seconds"][stage] += seconds
 
-    @property
-    def worked(self) -> float:
-        """Seconds of all stages so far."""
-        values = self._values
-        return sum(values["host_seconds"].values()) + sum(values["profile"].values())
-
-    def take(self, done: Round, keep: int = gaps.SHOWN) -> None:
-        """Add what one verify has come to.
+    def count(self, verified: Round, keep: int = gaps.SHOWN) -> None:
+        """Add what one verify came to.
 
         Args:
-            done: That verify.
+            verified: That verify.
             keep: Smallest gaps to keep.
         """
-        position = self._values["tokens"]
-        if done.undrafted:
-            self.count_undrafted(done.undrafted)
-        if done.rescue is None:
-            self.count(done.drafted, done.accepted, done.regime, done.origins)
+        if found := gaps.gaps_of(verified, self._values["tokens"]):
+            values = self._changed()
+            values["gaps"].update(gaps.histogram(gap.gap for gap in found))
+            known = values["smallest_gaps"]
+            values["smallest_gaps"] = gaps.smallest([*known, *found], keep)
+        if verified.rescue is None:
+            self._count(verified)
         else:
-            self.count_rescue(done.rescue, done.drafted, done.accepted)
-        if done.drafted and done.unguided:
-            self.count_unguided(done.unguided)
-        seen = zip(done.choices[: done.drafted], done.targets, strict=False)
-        for i, (choices, token) in enumerate(seen):
-            self.count_probe(i, [*choices], token)
-        if found := gaps.gaps_of(done, position):
-            self.count_gaps(found, keep)
+            self._count_rescue(verified, verified.rescue)
 
-    def count_gaps(self, found: Sequence[Gap], keep: int = gaps.SHOWN) -> None:
-        """Add the gaps of some tokens, and keep the smallest of all."""
-        values = self._changed()
-        values["gaps"].update(gaps.histogram(gap.gap for gap in found))
-        known = values["smallest_gaps"]
-        values["smallest_gaps"] = gaps.smallest([*known, *found], keep)
-
-    def count(
-        self,
-        drafted: int,
-        accepted: int,
-        regime: str = "",
-        origins: Sequence[str] = (),
-    ) -> None:
-        """Add one round that drafted and accepted so many tokens in this regime."""
+    def _count(self, begun: Round) -> None:
+        drafted, accepted = begun.drafted, begun.accepted
         self._add(rounds=1, verifies=1, tokens=1 + accepted)
         values = self._changed()
-        if regime:
-            values["regime_rounds"][regime] += 1
-            values["regime_drafted"][regime] += drafted
-            values["regime_accepted"][regime] += accepted
-        values["origin_drafted"].update(origins[:drafted])
-        values["origin_accepted"].update(origins[:accepted])
+        if begun.regime:
+            values["regime_rounds"][begun.regime] += 1
+            values["regime_drafted"][begun.regime] += drafted
+            values["regime_accepted"][begun.regime] += accepted
+        if begun.undrafted:
+            values["undrafted"][begun.undrafted] += 1
+        if begun.unguided:
+            values["unguided"][begun.unguided] += 1
+        values["origin_drafted"].update(begun.origins[:drafted])
+        values["origin_accepted"].update(begun.origins[:accepted])
         values["drafted"].update(range(drafted))
         values["accepted"].update(range(accepted))
         values["accept_histogram"][accepted] += 1
+        for position, (choices, token) in enumerate(begun.probed):
+            values["probed"][position] += 1
+            for n in range(1, len(choices) + 1):
+                values["covered"][position, n] += token in choices[:n]
 
-    def count_rescue(self, position: int, drafted: int, accepted: int) -> None:
-        """Add the second verify of a round, from a second choice at `position`."""
-        self._add(verifies=1, tokens=1 + accepted)
-        self._add(rescue_drafted=drafted, rescue_accepted=accepted)
+    def _count_rescue(self, second: Round, position: int) -> None:
+        self._add(verifies=1, tokens=1 + second.accepted)
+        self._add(rescue_drafted=second.drafted, rescue_accepted=second.accepted)
         self._changed()["rescues"][position] += 1
-
-    def count_probe(self, position: int, choices: list[int], token: int) -> None:
-        """Add the drafter's choices, best first, and what the target chose there."""
-        values = self._changed()
-        values["probed"][position] += 1
-        for n in range(1, len(choices) + 1):
-            values["covered"][position, n] += token in choices[:n]
 
     def count_replay(self, tokens: int) -> None:
         """Add a verify whose kept tokens were fed once more."""
         self._add(replays=1, replayed_tokens=tokens)
-
-    def count_undrafted(self, reason: str) -> None:
-        """Add a round that could not draft."""
-        self._changed()["undrafted"][reason] += 1
-
-    def count_unguided(self, reason: str) -> None:
-        """Add a round whose drafts were not chosen as the target chooses."""
-        self._changed()["unguided"][reason] += 1
 
     def _add(self, **counts: int) -> None:
         for name, n in counts.items():

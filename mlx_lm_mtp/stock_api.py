@@ -108,8 +108,8 @@ def _plain(
     steps = generate_step(prompt, model, *stream, **kwargs)
     try:
         for token, logprobs in _computed(steps, request):
-            done = Round(0, 0, token=token, paths=((),))
-            stats.take(done)
+            done = Round(token=token, paths=((),))
+            stats.count(done)
             if request.trace is not None:
                 request.trace.add(done)
             yield token, logprobs, False

@@ -14,7 +14,7 @@ import mlx.core as mx
 from .profile import Stopwatch
 from .state.capture import Recording
 from .state.forms import BATCHED, Form
-from .state.limits import unknown_arithmetic
+from .state.limits import unknown_arithmetic, width_limit
 from .state.paths import SideBySide, StandIns
 from .state.snapshot import Snapshot
 from .state.verified import (
@@ -40,6 +40,7 @@ class Verifier:
         timed: Times snapshots and replays.
         form: Gives the form in which P paths of S inputs are verified, or None if no
             form of one forward will do; by default everything is batched.
+        quantized_kv_start: Tokens behind which the caches are quantised, if ever.
 
     Attributes:
         one_row: Why inputs are to be fed one by one; empty if they need not.
@@ -53,6 +54,8 @@ class Verifier:
         stats: Tally,
         timed: Stopwatch,
         form: Callable[[int, int], Form | None] = lambda paths, width: BATCHED,
+        *,
+        quantized_kv_start: int | None = None,
     ) -> None:
         self.target = target
         self.caches = caches
@@ -60,6 +63,7 @@ class Verifier:
         self._stats = stats
         self._timed = timed
         self._form = form
+        self._quantized_kv_start = quantized_kv_start
         self._committable = False
         self.one_row = target.one_row
 
@@ -72,6 +76,21 @@ class Verifier:
             self.target.model, self.caches, recording
         )
         return forward
+
+    def limit(self, taken_back: int = 0) -> tuple[int | None, str]:
+        """How many inputs may be fed, and why not more; None is no limit.
+
+        Args:
+            taken_back: Inputs that the caches hold now, and will not hold then.
+        """
+        if self._mode == "batch" and self.one_row:
+            return 1, self.one_row
+        return width_limit(
+            self.caches,
+            quantized_kv_start=self._quantized_kv_start,
+            one_forward=self._mode == "batch",
+            taken_back=taken_back,
+        )
 
     def __call__(self, tokens: mx.array) -> tuple[Forward, Verified]:
         """Feed `(P, S)` tokens, P paths; a prefix of one can be kept after that."""

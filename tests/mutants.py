@@ -11,9 +11,10 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 import mlx_lm_mtp
-from mlx_lm_mtp import generate, random_state, tree
+from mlx_lm_mtp import random_state, tree, verify
 from mlx_lm_mtp.accept import AtOnce, OneByOne, log_probabilities
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.drafting import Drafting
 from mlx_lm_mtp.generate import _Loop
 from mlx_lm_mtp.state import capture, commit, paths, snapshot, verified
 from mlx_lm_mtp.state.capture import LayerRecord
@@ -107,7 +108,7 @@ def _first_row(stock: Any) -> Any:
 
 tree_keeps_the_first_row = replaced(mlx_lm_mtp, "commit_tree_row", _first_row)
 no_limit_of_the_width = replaced(
-    generate, "width_limit", lambda stock: lambda *args, **kwargs: (None, "")
+    verify, "width_limit", lambda stock: lambda *args, **kwargs: (None, "")
 )
 
 # --- the drafter's own cache ----------------------------------------------------------
@@ -354,11 +355,11 @@ rescued_by_any_branch = replaced(tree, "rescue", _any_branch)
 
 
 def _observe_last_leg(stock: Any) -> Any:
-    def observe(self: _Loop) -> None:
-        self.unobserved = self.unobserved[-1:]
+    def observe(self: Drafting) -> None:
+        self._unobserved = self._unobserved[-1:]
         stock(self)
 
     return observe
 
 
-drafter_sees_the_rescue_alone = replaced(_Loop, "_observe", _observe_last_leg)
+drafter_sees_the_rescue_alone = replaced(Drafting, "observe", _observe_last_leg)

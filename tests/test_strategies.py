@@ -25,6 +25,7 @@ from mlx_lm_mtp import DraftOptions, DraftStats, Tally, draft_generate_step
 from mlx_lm_mtp.drafters.base import Branch, Choices, Choose, Proposal, Wanted
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import DrafterError, InvalidOption
+from mlx_lm_mtp.rounds import Round
 
 SPECS = [
     tiny.Spec("qwen3_5"),
@@ -615,8 +616,7 @@ def test_the_profile_says_where_the_time_goes() -> None:
 def test_statistics_are_frozen_and_do_not_change_any_more() -> None:
     tally = Tally(drafter="x")
     before = tally.stats
-    tally.count(3, 2)
-    tally.count_probe(0, [1, 2], 2)
+    tally.count(Round(drafted=3, accepted=2, probed=(((1, 2), 2),)))
     assert before == DraftStats(drafter="x") != tally.stats
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.rounds = 1  # type: ignore[misc]

@@ -110,7 +110,7 @@ def test_what_was_changed_is_found(change: str, file: Path) -> None:
 
 def test_a_depth_beyond_its_confidences_is_found() -> None:
     done = Round(
-        3, 3, targets=(1, 2, 3, 4), paths=((1, 2, 3),), confidences=(0.9, 0.1, 0.9)
+        3, 3, 3, targets=(1, 2, 3, 4), paths=((1, 2, 3),), confidences=(0.9, 0.1, 0.9)
     )
     header = {"options": {"depth": "confidence", "tau": 0.5}}
     found = [*differing(Recorded(header, [done]))]
@@ -119,10 +119,10 @@ def test_a_depth_beyond_its_confidences_is_found() -> None:
 
 def test_the_rule_that_accepts_is_asked_over_paths() -> None:
     paths = ((1, 2, 3), (1, 5, 6), (7, 5, 6))
-    assert accepted_of(Round(3, 0, paths=paths, targets=(1, 5, 9, 4))) == 2
-    assert accepted_of(Round(3, 0, paths=paths, targets=(7, 5, 6, 4))) == 3
-    assert accepted_of(Round(3, 0, paths=paths, targets=(8, 2, 3, 4))) == 0
-    assert accepted_of(Round(0, 0, paths=((),), targets=(8,))) == 0
+    assert accepted_of(Round(3, 3, 0, paths=paths, targets=(1, 5, 9, 4))) == 2
+    assert accepted_of(Round(3, 3, 0, paths=paths, targets=(7, 5, 6, 4))) == 3
+    assert accepted_of(Round(3, 3, 0, paths=paths, targets=(8, 2, 3, 4))) == 0
+    assert accepted_of(Round(paths=((),), targets=(8,))) == 0
 
 
 # --- the file ---------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_a_killed_run_leaves_what_it_has_done(file: Path) -> None:
     trace = Trace(file, {"options": {}, "drafter": "x", "num_draft_tokens": 1})
     nan = Nearest(float("nan"), 1, 2)
     for n in range(1, 4):
-        trace.add(Round(0, 0, token=n, paths=((),), nearest=(nan,)))
+        trace.add(Round(token=n, paths=((),), nearest=(nan,)))
         assert len(read(file)[0].rounds) == n
     with file.open("a") as broken:
         broken.write('{"drafted": 0, "acc')
