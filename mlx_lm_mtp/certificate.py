@@ -36,7 +36,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from . import random_state, store
+from . import anatomy, random_state, store
 from ._version import __version__
 from .profile import Stopwatch
 from .state import row_check
@@ -75,6 +75,7 @@ class Certificate:
         self._target = Target(target.model, recurrence=target.recurrence)
         self._caches = caches
         self._note = note
+        self._ranks = anatomy.pipeline_ranks(target.model)
         self._types: tuple[type, ...] = ()
         self._name = ""
         self._found: dict[str, Any] = {}
@@ -114,7 +115,9 @@ class Certificate:
             self._forms, self._widest = {}, {}
             self._name = fingerprint(self._target, self._caches)
             if self._name not in _known:
-                _known[self._name] = store.read(KIND, self._name)
+                # What is on disk may differ from rank to rank.
+                alone = self._ranks == 1
+                _known[self._name] = store.read(KIND, self._name) if alone else {}
             self._found = _known[self._name]
         return _band(max((getattr(c, "offset", 0) for c in self._caches), default=0))
 
@@ -125,7 +128,8 @@ class Certificate:
             with random_state.untouched():
                 form = self._find(paths, width, band)
             self._found[name] = None if form is None else sorted(form.by_row)
-            store.write(KIND, self._name, self._found)
+            if self._ranks == 1:
+                store.write(KIND, self._name, self._found)
         by_row = self._found[name]
         return None if by_row is None else Form(frozenset(by_row))
 
@@ -171,18 +175,33 @@ class Certificate:
         verifier.first(last)
         forward, verified = verifier(inputs)
         verified.commit(width, 0)
-        for path in range(paths):
-            single = self._prefilled(drawn[:1, : _CONTEXT - 1])
-            self._target(last, single)
-            tokens = mx.split(inputs[path : path + 1], width, axis=1)
-            logits = [self._target(token, single).logits for token in tokens]
-            if not same_bits(
-                forward.logits[path : path + 1], mx.concatenate(logits, axis=1)
-            ):
-                return False
-            if path == 0 and not _same(caches, single):
-                return False
-        return True
+        paths = [
+            self._decoded(drawn[:1, : _CONTEXT - 1], last, path)
+            for path in mx.split(inputs, paths)
+        ]
+        logits = mx.concatenate([logits for logits, _ in paths])
+        _, decoded = paths[0]
+        # All of it, for ranks of a pipeline wait for each other in a forward.
+        mx.eval(forward.logits, logits, [c.state for c in (*caches, *decoded)])
+        same = same_bits(forward.logits, logits) and _same(caches, decoded)
+        return self._agreed(same)
+
+    def _decoded(
+        self, context: mx.array, last: mx.array, path: mx.array
+    ) -> tuple[mx.array, list[Any]]:
+        """Logits `(1, S, V)` of a path's tokens fed one by one, and the caches."""
+        caches = self._prefilled(context)
+        self._target(last, caches)
+        tokens = mx.split(path, path.shape[1], axis=1)
+        rows = [self._target(token, caches).logits for token in tokens]
+        return mx.concatenate(rows, axis=1), caches
+
+    def _agreed(self, found: bool) -> bool:
+        """What all ranks of a pipeline have found: they must verify alike."""
+        if self._ranks == 1:
+            return found
+        yes = mx.distributed.all_sum(mx.array(int(found)), stream=mx.cpu).item()
+        return bool(yes == self._ranks)
 
     def _prefilled(self, tokens: mx.array) -> list[Any]:
         caches = self._fresh()

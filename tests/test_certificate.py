@@ -23,7 +23,7 @@ from tiny import VOCAB, Spec
 from mlx_lm_mtp import certificate, store
 from mlx_lm_mtp.certificate import NO_FORM, Certificate, fingerprint
 from mlx_lm_mtp.options import DraftOptions
-from mlx_lm_mtp.state import forms, row_check
+from mlx_lm_mtp.state import cuda_rows, forms, row_check
 from mlx_lm_mtp.state.bits import same_bits
 from mlx_lm_mtp.state.forms import ATTENTION, BATCHED, Call, Form, computed
 from mlx_lm_mtp.stats import Tally
@@ -323,6 +323,24 @@ def test_a_wrong_form_is_never_certified(name: str) -> None:
             if name == "ops_that_differ_are_not_seen"
             else None,
         )
+
+
+def test_a_kernel_that_adds_up_otherwise_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's, which is compared with one-row products first."""
+    layer, x = nn.Linear(64, 48, bias=False), mx.ones((1, 2, 64))
+    monkeypatch.setattr(cuda_rows, "on_cuda", lambda: True)
+    for factor, used in ((1.0, True), (1 + 2**-20, False)):
+        cuda_rows._is_exact.cache_clear()
+        monkeypatch.setattr(
+            cuda_rows, "_product", lambda x, w, factor=factor: x @ w.T * factor
+        )
+        assert (cuda_rows.product_by_row(layer, x) is not None) == used
+    cuda_rows._is_exact.cache_clear()
+    assert cuda_rows.product_by_row(nn.Linear(64, 48, bias=True), x) is None
+    quantized = nn.QuantizedLinear(64, 48, bias=False)
+    assert cuda_rows.product_by_row(quantized, x) is None
 
 
 # --- what is kept ---------------------------------------------------------------------
