@@ -18,6 +18,10 @@ from .options import DraftOptions
 from .profile import Stopwatch
 from .propose import Proposer
 
+_MOST = (
+    256  # verifies without drafts, whose hidden states are held until they are shown
+)
+
 
 class Kept(NamedTuple):
     """What was kept of one verify."""
@@ -97,13 +101,12 @@ class Drafting:
         Args:
             token: Chosen and not fed yet.
             vocabulary: V.
-            k: 0 drafts nothing.
+            k: At least 1.
 
         Raises:
             DrafterError: If the proposal is not what the contract says.
         """
-        if k == 0:
-            return Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+        self.observe()
         with mx.stream(self._stream), self._timed("draft") as wait:
             proposal = self._propose(_known([token]), k, vocabulary)
             # The device drafts while the verify graph is built.
@@ -111,9 +114,9 @@ class Drafting:
             wait(proposal.tokens)
         return proposal
 
-    def draft_ahead(self, token: int, vocabulary: int, k: int, kept: int) -> None:
-        """Draft now what `ahead` will give, once the kept inputs are yielded."""
-        self._ahead = Ahead(self.draft(token, vocabulary, k), k, kept)
+    def go_ahead(self, proposal: Proposal, k: int, kept: int) -> None:
+        """Leave for `ahead` what was drafted before the kept inputs are yielded."""
+        self._ahead = Ahead(proposal, k, kept)
 
     def ahead(self) -> Ahead | None:
         """The round that was drafted already, if one was; it can be taken once."""
@@ -135,6 +138,8 @@ class Drafting:
         with mx.stream(self._stream):
             kept = None if hidden is None else hidden[row : row + 1, :n]
             self._unobserved.append(Kept(_known(tokens), kept))
+        if len(self._unobserved) >= _MOST:
+            self.observe()
 
     def observe(self) -> None:
         """Show the drafter the inputs that were kept."""

@@ -60,10 +60,16 @@ _CLEAR_EVERY = 256  # tokens between two clearings of MLX's buffer cache, as in 
 class Pending(NamedTuple):
     """A token that was chosen and not fed yet."""
 
-    token: int
-    array: mx.array  # (1,), the same on the device
+    judge: Judge
+    position: int  # of the input behind which it was chosen
+    array: mx.array  # (1,)
     logprobs: mx.array  # (V,), what it was chosen from
     error: Exception | None  # why it cannot be fed
+
+    @property
+    def token(self) -> int:
+        """The same on the host, which waits for it."""
+        return self.judge.token(self.position)
 
 
 class Leg(NamedTuple):
@@ -199,6 +205,7 @@ class _Loop:
             stats,
             self.timed,
             quantized_kv_start=None if bits is None else start,
+            raises=bool(processors) or not self.judges_at_once,
         )
         self.drafting = Drafting(
             drafter, options, sampler, processors, self.history, stream, self.timed
@@ -284,6 +291,7 @@ class _Loop:
             self.history.prompt = self.history.length
             self.drafting.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
+        mx.eval(self.pending.array)
         self.work.lap()
 
     def _echo(self, token: int, logprobs: mx.array) -> Generator[Step, None, None]:
@@ -318,7 +326,6 @@ class _Loop:
         if branch is not None:
             k, _ = self._most(rest)
             tokens += yield from self._leg(Leg(branch.rest[:, :k], branch, k), rest)
-        self.drafting.observe()
         return tokens
 
     def _drafted(self, budget: int) -> Leg:
@@ -328,8 +335,7 @@ class _Loop:
             proposal, k = ahead.proposal, ahead.k
         else:
             k, reason = self._most(budget)
-            pending = self.pending
-            proposal = self.drafting.draft(pending.token, pending.logprobs.shape[-1], k)
+            proposal = self._draft(k)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
         return Leg(rows, proposal, k, reason)
@@ -341,10 +347,11 @@ class _Loop:
             wait(forward.logits)
         tokens: list[int] = []
         judge, more, seconds = None, True, None
-        token, logprobs = self.pending.token, self.pending.logprobs
         try:
             with mx.stream(self.stream):
                 judge = self._judge(forward.logits, leg.drafts, self.pending.array)
+            # Not before: what draws no drafts on it need not wait for it, as in stock.
+            token, logprobs = self._read(), self.pending.logprobs
             while more:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
@@ -356,9 +363,10 @@ class _Loop:
                     tokens.pop()
                     raise
                 with self.timed("accept"):
-                    more = self._goes_on(judge, tokens)
+                    more = self._goes_on(judge, leg.drafts, tokens)
+                if more:
                     token = judge.token(len(tokens) - 1)
-                logprobs = judge.logprobs(len(tokens) - 1)
+                    logprobs = judge.logprobs(len(tokens) - 1)
                 if more and len(tokens) == 1 and self.drafting.goes_ahead:
                     seconds = self.work.lap()
                     self._go_ahead(judge, tokens, forward, budget)
@@ -393,11 +401,15 @@ class _Loop:
         if ends or kept == budget or k == 0:  # there is nothing to draft
             return
         self.drafting.keep([*tokens, *accepted], forward.hidden, 0)
-        self.drafting.observe()
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
-        pending = self.pending
-        self.drafting.draft_ahead(pending.token, pending.logprobs.shape[-1], k, kept)
+        self.drafting.go_ahead(self._draft(k), k, kept)
+
+    def _draft(self, k: int) -> Proposal:
+        """Up to k drafts behind the pending token."""
+        if k == 0:
+            return Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+        return self.drafting.draft(self._read(), self.pending.logprobs.shape[-1], k)
 
     def _inputs(self, drafts: mx.array) -> mx.array:
         """`(P, 1 + k')`: the pending token and the drafts."""
@@ -418,10 +430,11 @@ class _Loop:
         judge = AtOnce if self.judges_at_once else OneByOne
         return judge(logits, drafts, self.sampler, self.processors, self.history, x)
 
-    def _goes_on(self, judge: Judge, tokens: list[int]) -> bool:
+    def _goes_on(self, judge: Judge, drafts: mx.array, tokens: list[int]) -> bool:
         """Whether the next draft is accepted; notes an end of the text."""
         self.ended = tokens[-1] in self.eos_token_ids
-        return not self.ended and judge.accepts(len(tokens) - 1)
+        drafted = len(tokens) <= drafts.shape[1]
+        return drafted and not self.ended and judge.accepts(len(tokens) - 1)
 
     def _commit(self, verified: Verified, kept: int, row: int) -> None:
         """Caches as plain decoding has them after `kept` inputs."""
@@ -440,7 +453,11 @@ class _Loop:
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
         error = self.history.nothing_to_choose() if judge.broken(i) else None
-        return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i), error)
+        return Pending(judge, i, judge.chosen(i), judge.logprobs(i), error)
+
+    def _read(self) -> int:
+        with self.timed("accept"):
+            return self.pending.token
 
     def _over(
         self, leg: Leg, judge: Judge, kept: int, stopped: bool, seconds: float

@@ -38,6 +38,8 @@ class Verifier:
         stats: Replays are counted here.
         timed: Times snapshots and replays.
         quantized_kv_start: Tokens behind which the caches are quantised, if ever.
+        raises: Whether choosing may raise, so that a single input, too, may have to be
+            taken back.
 
     Attributes:
         one_row: Why inputs are to be fed one by one; empty if they need not.
@@ -52,6 +54,7 @@ class Verifier:
         timed: Stopwatch,
         *,
         quantized_kv_start: int | None = None,
+        raises: bool = True,
     ) -> None:
         self.target = target
         self.caches = caches
@@ -59,6 +62,7 @@ class Verifier:
         self._stats = stats
         self._timed = timed
         self._quantized_kv_start = quantized_kv_start
+        self._raises = raises
         self._committable = False
         self.one_row = target.one_row
 
@@ -93,10 +97,11 @@ class Verifier:
             return self._side_by_side(tokens)
         if tokens.shape[1] > 1 and self._mode == "step":
             return self._step(tokens)
+        alone = tokens.shape[1] == 1
+        if alone and not (self._committable and self._raises):
+            return self.target(tokens, self.caches), Verified(self.caches, 1)
         if self._committable:
             return self._capture(tokens)
-        if tokens.shape[1] == 1:
-            return self.target(tokens, self.caches), Verified(self.caches, 1)
         return self._snapshot(tokens)
 
     def _capture(self, tokens: mx.array) -> tuple[Forward, Verified]:
