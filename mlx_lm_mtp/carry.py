@@ -49,6 +49,9 @@ class Carried:
         model: The target.
         drafter: Resumed from its entries, if it can be.
         max_kv_size: Of the caches that are made if there are none.
+
+    Attributes:
+        carries: Whether what the drafter has seen is put into the list.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Carried:
     ) -> None:
         made = make_prompt_cache(model, max_kv_size=max_kv_size)
         self._list = made if prompt_cache is None else prompt_cache
-        self._carries = isinstance(prompt_cache, list) and "caches" in gives(drafter)
+        self.carries = isinstance(prompt_cache, list) and "caches" in gives(drafter)
         self._models = len(made)
         self._drafter: Any = drafter
         self.caches = self._list[: self._models]
@@ -76,7 +79,7 @@ class Carried:
         self._drafter.begin()
         entries = self._list[self._models :]
         seen = 0
-        if entries and self._carries:
+        if entries and self.carries:
             # They come back at the end; a generation that fails leaves none behind.
             del self._list[self._models :]
             seen = self._drafter.resume(entries)
@@ -88,12 +91,12 @@ class Carried:
 
     def copied(self) -> list[Any]:
         """Copies of all caches as they are now, the drafter's among them."""
-        entries = self._drafter.suspend() if self._carries else ()
+        entries = self._drafter.suspend() if self.carries else ()
         return copy.deepcopy([*self.caches, *entries])
 
     def end(self) -> None:
         """Put what the drafter has seen behind the model's entries."""
-        if self._carries:
+        if self.carries:
             entries: Sequence[Any] = self._drafter.suspend()
             self._list[self._models :] = entries
             mx.async_eval([entry.state for entry in entries])

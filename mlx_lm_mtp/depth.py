@@ -23,7 +23,6 @@ Numbers in, numbers out: nothing here knows of a model, a device or a clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,9 +32,10 @@ PARKED = "a round with drafts costs more than it saves"
 MEASURED = "plain decoding is measured"
 
 _SHARE = 0.01  # of the time, for trials
-_GRANT = 2.0  # rounds of plain decoding that trials may lose on credit
+_GRANT = 1.0  # rounds of plain decoding that trials may lose on credit
 _LEAST_SHARE = _SHARE / 8  # after many that have changed nothing
 _TRIAL = 2  # rounds whose seconds count
+_RESTS = 8  # rounds after which a parked one is thought over again
 _MARGIN = 1.02  # by which another k must be better to be taken
 
 _ENOUGH = 2  # rounds behind which the seconds are known at all …
@@ -43,11 +43,13 @@ _FEW = 16  # … and well
 _CLIP = 2.0  # no round counts as more than so many usual ones, nor as less
 _SPREAD = 0.1  # of the seconds of rounds of one kind, as a part of them
 _AGES = 0.995  # what is left of a measurement with each round since
-_SLOPE = 0.25  # of a width never tried, against the slope of those that were
+_SLOPE = 0.5  # of a width never tried, against the slope of those that were
 
 _PRIOR = 1.5  # rounds that a guess counts as
 _GUESS = 0.6  # of the first draft's acceptance; of a later one, that of the one before
-_FADES = 0.97  # what is left of an acceptance with each round that drafts …
+_LATE = 6.0  # cases that tell of a change, if they differ from those before by …
+_SUDDEN = 0.4  # … so much, which is three of their standard deviations
+_FADES = 0.98  # what is left of an acceptance with each round that drafts …
 _FADES_PARKED = 0.99  # … and that does not
 _OTHER_TEXT = 0.25  # what is left in another regime, or another generation
 SILENT = -1  # the drafts of a round whose drafter was asked and had none
@@ -112,7 +114,9 @@ class Costs:
 
     def __init__(self) -> None:
         self._known: dict[int, Cost] = {}
-        self._factors: list[float] | None = None  # of this generation, to the one before
+        self._factors: list[float] | None = (
+            None  # of this generation, to the one before
+        )
 
     def begin(self) -> None:
         """Another generation begins, whose rounds may all be faster or slower."""
@@ -196,16 +200,25 @@ class Costs:
 
 @dataclass
 class Share:
-    """How often something happened, of late."""
+    """How often something happened, of late; a sudden change is believed at once.
+
+    Attributes:
+        hits, of: Cases, the older the less they count.
+        late: The share of the last few cases.
+    """
 
     hits: float = 0.0
     of: float = 0.0
+    late: float = 0.0
 
     def add(self, hit: bool, fades: float) -> None:
         """Add one case."""
         self.fade(fades)
         self.hits += hit
         self.of += 1
+        self.late += (hit - self.late) / min(self.of, _LATE)
+        if abs(self.late - self.hits / self.of) > _SUDDEN:
+            self.hits, self.of = self.late * _LATE, _LATE
 
     def fade(self, left: float) -> None:
         """Let what was seen count for less."""
@@ -218,7 +231,7 @@ class Share:
 
     def doubt(self) -> float:
         """How far the share may be off."""
-        return 0.5 / math.sqrt(self.of + _PRIOR)
+        return 0.4 / math.sqrt(self.of + _PRIOR)
 
 
 @dataclass
@@ -305,6 +318,7 @@ class Throughput:
         self._now = 0  # the k in use
         self._trial: Trial | None = None
         self._last: int | None = None  # k of the last verify
+        self._rounds = 0  # so far
         self._regime = ""
         self._credit = _GRANT  # that trials may lose, in seconds of plain decoding
         self._share = _SHARE
@@ -331,6 +345,8 @@ class Throughput:
         self._trial = None
         if self._now > most:
             return most
+        if self._now == 0 and self._credit < 0 and self._rounds % _RESTS:
+            return 0
         self._now = self._best(most)
         k = self._promising(most)
         if k is None or self._credit < 0:
@@ -368,6 +384,7 @@ class Throughput:
         """See :class:`Depth`; what was broken off tells nothing."""
         if verified.stopped or verified.rescue is not None:
             return
+        self._rounds += 1
         steady = verified.k == self._last  # else it has work of the round before
         self._last = verified.k
         self._follow(verified.regime)
@@ -388,10 +405,10 @@ class Throughput:
 
     def _account(self, verified: Round, seconds: float, *, trial: bool) -> None:
         """Charge a trial for what it loses; else let it be earned."""
-        rate = self._rate(self._now)
         if not trial or self._trial is None:
             self._credit = min(self._credit + self._share, _GRANT)
             return
+        rate = self._rate(self._now)
         usual = self._known.acceptance.expected(verified.k, self._known.costs)[1]
         lost = min(seconds, _CLIP * usual) - (1 + verified.accepted) / rate
         self._credit -= lost / self._known.costs.seconds(0)

@@ -6,15 +6,19 @@ What was kept is noted down and shown in one piece before the drafter is asked a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from .depth import Depth, Fixed, Known, Throughput
 from .drafters.base import Drafter, Proposal, Rewinding, gives
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
+from .origin import ByModel
 from .profile import Stopwatch
 from .propose import Proposer
 
@@ -82,7 +86,8 @@ class Drafting:
             and not processors
             and not options.rescue
             and options.paths == 1
-            and options.depth == "fixed"  # else drafting waits, and the caller would
+            and options.depth
+            != "confidence"  # else drafting waits, and the caller would
             and "rewind" in gives(drafter)
         )
 
@@ -159,6 +164,24 @@ class Drafting:
         if ahead is not None:
             assert isinstance(self._drafter, Rewinding)
             self._drafter.rewind(ahead.kept - ahead.yielded)
+
+
+_depths: ByModel[dict[Any, Known]] = ByModel()
+
+
+def depth_for(model: nn.Module, drafter: Drafter, options: DraftOptions) -> Depth:
+    """What decides how many tokens are drafted in a generation, as the options say.
+
+    What earlier generations of this process have measured with the same model, drafter
+    and options is known to it.
+    """
+    if options.depth != "throughput":
+        return Fixed()
+    known = _depths.get(model)
+    if known is None:
+        known = _depths[model] = {}
+    key = drafter.name, replace(options, num_draft_tokens=0)
+    return Throughput(known.setdefault(key, Known()))
 
 
 def _known(tokens: Sequence[int]) -> mx.array:

@@ -36,8 +36,9 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
 from .carry import Around, Carried
+from .depth import Depth
 from .drafters.base import Branch, Drafter, Proposal, hidden_for
-from .drafting import Drafting
+from .drafting import Drafting, depth_for
 from .errors import TakeBack
 from .futile import FutileWatch
 from .history import History
@@ -79,6 +80,7 @@ class Leg(NamedTuple):
     source: Proposal | Branch  # where they come from
     k: int  # drafts that were asked for
     undrafted: str = ""  # why none could be
+    parked: str = ""  # why none were, although they could be
 
 
 def draft_generate_step(
@@ -103,6 +105,7 @@ def draft_generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     around: Around | None = None,
+    depth: Depth | None = None,
 ) -> Generator[Step, None, None]:
     """Stock's `generate_step` with drafts: the same tokens, fewer forwards.
 
@@ -122,6 +125,8 @@ def draft_generate_step(
         kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
         around: What is known around the prompt.
+        depth: Decides how many tokens each round drafts; by default as the option of
+            that name says.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
@@ -152,6 +157,7 @@ def draft_generate_step(
         on_tokens=on_tokens,
         eos_token_ids=eos_token_ids,
         regime=Regime(thinking),
+        depth=depth or depth_for(model, drafter, options),
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
@@ -176,6 +182,7 @@ class _Loop:
         on_tokens: OnTokens | None,
         eos_token_ids: Collection[int],
         regime: Regime,
+        depth: Depth,
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
@@ -210,9 +217,11 @@ class _Loop:
         self.drafting = Drafting(
             drafter, options, sampler, processors, self.history, stream, self.timed
         )
+        self.depth = depth
         self.told: tuple[Callable[[Round], None], ...] = (
             stats.count,
             FutileWatch(drafter).count,
+            depth.take,
         )
         self.work = Lap()
         self.pending: Pending
@@ -330,15 +339,16 @@ class _Loop:
 
     def _drafted(self, budget: int) -> Leg:
         """What the round begins with."""
-        reason, ahead = "", self.drafting.ahead()
+        reason, parked, ahead = "", "", self.drafting.ahead()
         if ahead is not None:
             proposal, k = ahead.proposal, ahead.k
         else:
-            k, reason = self._most(budget)
+            most, reason = self._most(budget)
+            k, parked = self._chosen_depth(most)
             proposal = self._draft(k)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
-        return Leg(rows, proposal, k, reason)
+        return Leg(rows, proposal, k, reason, parked)
 
     def _leg(self, leg: Leg, budget: int) -> Generator[Step, None, list[int]]:
         """Verify x and the drafts; yield x and each accepted draft."""
@@ -397,8 +407,11 @@ class _Loop:
         accepted = judge.choices()[: kept - 1]
         ends = not self.eos_token_ids.isdisjoint(accepted)
         fed = forward.logits.shape[1]
-        k, _ = self._most(budget - kept, taken_back=fed - kept)
-        if ends or kept == budget or k == 0:  # there is nothing to draft
+        most, _ = self._most(budget - kept, taken_back=fed - kept)
+        if ends or kept == budget or most == 0:  # there is nothing to draft
+            return
+        k, parked = self._chosen_depth(most)
+        if parked:
             return
         self.drafting.keep([*tokens, *accepted], forward.hidden, 0)
         with mx.stream(self.stream):
@@ -413,6 +426,8 @@ class _Loop:
 
     def _inputs(self, drafts: mx.array) -> mx.array:
         """`(P, 1 + k')`: the pending token and the drafts."""
+        if not drafts.shape[1]:
+            return self.pending.array[None]
         x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
@@ -425,6 +440,13 @@ class _Loop:
         if limit is None:
             return k, ""
         return min(k, limit - 1), reason if limit == 1 <= k else ""
+
+    def _chosen_depth(self, most: int) -> tuple[int, str]:
+        """Drafts of a round, of so many that it may have; and why it is parked."""
+        if most == 0:
+            return 0, ""
+        k = self.depth.choose(most)
+        return k, "" if k else self.depth.parked
 
     def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
         judge = AtOnce if self.judges_at_once else OneByOne
@@ -476,6 +498,7 @@ class _Loop:
             known,
             regime=self.regime.now,
             undrafted=leg.undrafted,
+            parked=leg.parked,
             unguided=self.drafting.unguided if drafted else "",
             origins=source.origins,
             probed=tuple(zip(probed, choices, strict=False)),
@@ -495,7 +518,8 @@ class _Loop:
 
     def finalise(self) -> None:
         """Show the drafter the rest, and carry what it has seen to the next call."""
-        self.drafting.observe()
+        if self.carried.carries:
+            self.drafting.observe()
         with mx.stream(self.stream), self.timed("finalise"):
             self.drafting.rewind()
             self.carried.end()

@@ -32,6 +32,7 @@ LAYERS = [
     },
     {
         "futile",
+        "depth",
         "options",
         "stats",
         "origin",
