@@ -49,9 +49,6 @@ class Carried:
         model: The target.
         drafter: Resumed from its entries, if it can be.
         max_kv_size: Of the caches that are made if there are none.
-
-    Attributes:
-        carries: Whether what the drafter has seen is put into the list.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Carried:
     ) -> None:
         made = make_prompt_cache(model, max_kv_size=max_kv_size)
         self._list = made if prompt_cache is None else prompt_cache
-        self.carries = isinstance(prompt_cache, list) and "caches" in gives(drafter)
+        self._carries = isinstance(prompt_cache, list) and "caches" in gives(drafter)
         self._models = len(made)
         self._drafter: Any = drafter
         self.caches = self._list[: self._models]
@@ -79,7 +76,7 @@ class Carried:
         self._drafter.begin()
         entries = self._list[self._models :]
         seen = 0
-        if entries and self.carries:
+        if entries and self._carries:
             # They come back at the end; a generation that fails leaves none behind.
             del self._list[self._models :]
             seen = self._drafter.resume(entries)
@@ -91,12 +88,12 @@ class Carried:
 
     def copied(self) -> list[Any]:
         """Copies of all caches as they are now, the drafter's among them."""
-        entries = self._drafter.suspend() if self.carries else ()
+        entries = self._drafter.suspend() if self._carries else ()
         return copy.deepcopy([*self.caches, *entries])
 
     def end(self) -> None:
         """Put what the drafter has seen behind the model's entries."""
-        if self.carries:
+        if self._carries:
             entries: Sequence[Any] = self._drafter.suspend()
             self._list[self._models :] = entries
             mx.async_eval([entry.state for entry in entries])

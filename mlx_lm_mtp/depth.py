@@ -33,6 +33,7 @@ MEASURED = "plain decoding is measured"
 
 _SHARE = 0.01  # of the time, for trials
 _GRANT = 1.0  # rounds of plain decoding that trials may lose on credit
+_DARES = 4.0  # … of such rounds, that a trial may lose if all its drafts are wrong
 _LEAST_SHARE = _SHARE / 8  # after many that have changed nothing
 _TRIAL = 2  # rounds whose seconds count
 _RESTS = 8  # rounds after which a parked one is thought over again
@@ -290,6 +291,7 @@ class Known:
 
     costs: Costs = field(default_factory=Costs)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    credit: float = _GRANT  # rounds of plain decoding that trials may lose
 
     def begin(self) -> None:
         """Another generation begins, with another text."""
@@ -320,7 +322,7 @@ class Throughput:
         self._last: int | None = None  # k of the last verify
         self._rounds = 0  # so far
         self._regime = ""
-        self._credit = _GRANT  # that trials may lose, in seconds of plain decoding
+
         self._share = _SHARE
         self._parked = ""
 
@@ -345,14 +347,18 @@ class Throughput:
         self._trial = None
         if self._now > most:
             return most
-        if self._now == 0 and self._credit < 0 and self._rounds % _RESTS:
+        if self._now == 0 and self._known.credit < 0 and self._rounds % _RESTS:
             return 0
         self._now = self._best(most)
         k = self._promising(most)
-        if k is None or self._credit < 0:
+        if k is None:
             return self._now
-        first = not self._known.costs.measured(k)
-        self._trial = Trial(k, _TRIAL + first)
+        costs = self._known.costs
+        rounds = _TRIAL + (not costs.measured(k))
+        wider = costs.seconds(k, hopeful=True) / costs.seconds(0) - 1
+        if self._known.credit < max(rounds * wider - _DARES, 0.0):
+            return self._now
+        self._trial = Trial(k, rounds)
         return k
 
     def _best(self, most: int) -> int:
@@ -406,17 +412,19 @@ class Throughput:
     def _account(self, verified: Round, seconds: float, *, trial: bool) -> None:
         """Charge a trial for what it loses; else let it be earned."""
         if not trial or self._trial is None:
-            self._credit = min(self._credit + self._share, _GRANT)
+            self._known.credit = min(self._known.credit + self._share, _GRANT)
             return
         rate = self._rate(self._now)
         usual = self._known.acceptance.expected(verified.k, self._known.costs)[1]
         lost = min(seconds, _CLIP * usual) - (1 + verified.accepted) / rate
-        self._credit -= lost / self._known.costs.seconds(0)
+        self._known.credit -= lost / self._known.costs.seconds(0)
         self._trial.rounds -= 1
         if self._trial.rounds == 0:
             changed = self._rate(self._trial.k) > _MARGIN * rate
             self._share = _SHARE if changed else max(self._share / 2, _LEAST_SHARE)
-            self._credit = max(self._credit, 0.0) if changed else self._credit
+            self._known.credit = (
+                max(self._known.credit, 0.0) if changed else self._known.credit
+            )
             self._trial = None
 
     def _follow(self, regime: str) -> None:
@@ -424,5 +432,5 @@ class Throughput:
         if regime != self._regime and self._last is not None:
             self._known.acceptance.fade(_OTHER_TEXT)
             self._share = _SHARE
-            self._credit = max(self._credit, 0.0)
+            self._known.credit = max(self._known.credit, 0.0)
         self._regime = regime

@@ -518,8 +518,7 @@ class _Loop:
 
     def finalise(self) -> None:
         """Show the drafter the rest, and carry what it has seen to the next call."""
-        if self.carried.carries:
-            self.drafting.observe()
+        self.drafting.observe()
         with mx.stream(self.stream), self.timed("finalise"):
             self.drafting.rewind()
             self.carried.end()
