@@ -31,10 +31,11 @@ from .rounds import Round
 PARKED = "a round with drafts costs more than it saves"
 MEASURED = "plain decoding is measured"
 
-_SHARE = 0.01  # of the time, for trials
+_SHARE = 0.02  # of the time, for trials
 _GRANT = 1.0  # rounds of plain decoding that trials may lose on credit
+_FORGIVES = 50  # rounds, at least, between two texts that cancel its debts
 _DARES = 4.0  # … of such rounds, that a trial may lose if all its drafts are wrong
-_LEAST_SHARE = _SHARE / 8  # after many that have changed nothing
+_LEAST_SHARE = _SHARE / 4  # after many that have changed nothing
 _TRIAL = 2  # rounds whose seconds count
 _RESTS = 8  # rounds after which a parked one is thought over again
 _MARGIN = 1.02  # by which another k must be better to be taken
@@ -51,7 +52,7 @@ _GUESS = 0.6  # of the first draft's acceptance; of a later one, that of the one
 _LATE = 6.0  # cases that tell of a change, if they differ from those before by …
 _SUDDEN = 0.4  # … so much, which is three of their standard deviations
 _FADES = 0.98  # what is left of an acceptance with each round that drafts …
-_FADES_PARKED = 0.99  # … and that does not
+_FADES_PARKED = 0.97  # … and that does not
 _OTHER_TEXT = 0.25  # what is left in another regime, or another generation
 SILENT = -1  # the drafts of a round whose drafter was asked and had none
 
@@ -164,7 +165,12 @@ class Costs:
     @property
     def reach(self) -> int:
         """The widest that may be tried next: wide ones cost most where all is wrong."""
-        return 2 * max(self._widths, default=0) + 1
+        return 2 * self.widest + 1
+
+    @property
+    def widest(self) -> int:
+        """The most drafts whose seconds are known."""
+        return max(self._widths, default=0)
 
     def seconds(self, width: int, *, hopeful: bool = False) -> float:
         """Of a round of this width.
@@ -212,14 +218,15 @@ class Share:
     of: float = 0.0
     late: float = 0.0
 
-    def add(self, hit: bool, fades: float) -> None:
-        """Add one case."""
-        self.fade(fades)
+    def add(self, hit: bool) -> bool:
+        """Add one case; returns whether it tells of a sudden change."""
         self.hits += hit
         self.of += 1
-        self.late += (hit - self.late) / min(self.of, _LATE)
-        if abs(self.late - self.hits / self.of) > _SUDDEN:
+        self.late += (hit - self.late) / min(max(self.of, 1.0), _LATE)
+        sudden = abs(self.late - self.hits / self.of) > _SUDDEN
+        if sudden:
             self.hits, self.of = self.late * _LATE, _LATE
+        return sudden
 
     def fade(self, left: float) -> None:
         """Let what was seen count for less."""
@@ -230,9 +237,11 @@ class Share:
         """The share, where a guess counts as some cases."""
         return (self.hits + _PRIOR * guess) / (self.of + _PRIOR)
 
-    def doubt(self) -> float:
-        """How far the share may be off."""
-        return 0.4 / math.sqrt(self.of + _PRIOR)
+    def hoped(self, guess: float, left: float) -> float:
+        """The most that it may be, if so much is left of what was seen."""
+        of = self.of * left + _PRIOR
+        mean = (self.hits * left + _PRIOR * guess) / of
+        return min(mean + 0.4 / math.sqrt(of), 1.0)
 
 
 @dataclass
@@ -245,19 +254,25 @@ class Acceptance:
 
     drafted: list[Share] = field(default_factory=list)
     accepted: list[Share] = field(default_factory=list)
+    left: float = 1.0  # of what was seen, since nothing was drafted any more
 
-    def add(self, asked: int, drafted: int, accepted: int) -> None:
-        """Add a round."""
+    def add(self, asked: int, drafted: int, accepted: int) -> bool:
+        """Add a round; returns whether it tells of a sudden change."""
+        if asked == 0:
+            self.left *= _FADES_PARKED
+            return False
         self._reach(asked)
-        for d in range(min(asked, drafted + 1)):
-            self.drafted[d].add(d < drafted, _FADES)
-        for d in range(min(drafted, accepted + 1)):
-            self.accepted[d].add(d < accepted, _FADES)
-
-    def fade(self, left: float) -> None:
-        """Let what was seen count for less."""
         for share in (*self.drafted, *self.accepted):
-            share.fade(left)
+            share.fade(self.left * _FADES)
+        self.left = 1.0
+        for d in range(min(asked, drafted + 1)):
+            self.drafted[d].add(d < drafted)
+        steps = range(min(drafted, accepted + 1))
+        return any([self.accepted[d].add(d < accepted) for d in steps])
+
+    def doubt(self) -> None:
+        """Another text begins; what was seen is all there is, and says little."""
+        self.left *= _OTHER_TEXT
 
     def expected(
         self, k: int, costs: Costs, *, hopeful: bool = False
@@ -271,9 +286,9 @@ class Acceptance:
         seconds, reached = 0.0, 1.0  # … and that it was drafted
         for d in range(k):
             drafted = self.drafted[d].mean(drafted)
+            hoped = self.accepted[d].hoped(accepted, self.left)
             accepted = self.accepted[d].mean(accepted)
-            hope = self.accepted[d].doubt() if hopeful else 0.0
-            likely *= drafted * min(accepted + hope, 1.0)
+            likely *= drafted * (hoped if hopeful else accepted)
             tokens += likely
             ends = costs.seconds(d or SILENT, hopeful=hopeful)
             seconds += reached * (1 - drafted) * ends
@@ -296,7 +311,7 @@ class Known:
     def begin(self) -> None:
         """Another generation begins, with another text."""
         self.costs.begin()
-        self.acceptance.fade(_OTHER_TEXT)
+        self.acceptance.doubt()
 
 
 @dataclass
@@ -321,6 +336,7 @@ class Throughput:
         self._trial: Trial | None = None
         self._last: int | None = None  # k of the last verify
         self._rounds = 0  # so far
+        self._forgives = 0  # from this round on
         self._regime = ""
 
         self._share = _SHARE
@@ -362,15 +378,11 @@ class Throughput:
         return k
 
     def _best(self, most: int) -> int:
-        """The k that yields most, of those that were measured."""
-        rates = {k: self._rate(k) for k in range(most + 1) if self._measured(k)}
-        best = max(rates, key=rates.__getitem__, default=0)
-        now = rates.get(self._now)
-        return best if now is None or rates[best] > _MARGIN * now else self._now
-
-    def _measured(self, k: int) -> bool:
-        """Whether rounds that asked for k drafts are known, however many came."""
-        return self._known.costs.measured(k) or k == self._now
+        """The k that yields most, of those between widths that were measured."""
+        widest = max(self._known.costs.widest, self._now)
+        rates = [self._rate(k) for k in range(min(most, widest) + 1)]
+        best = rates.index(max(rates))
+        return best if rates[best] > _MARGIN * rates[self._now] else self._now
 
     def _promising(self, most: int) -> int | None:
         """The k that would be best if doubts are read in its favour; None if none."""
@@ -395,9 +407,8 @@ class Throughput:
         self._last = verified.k
         self._follow(verified.regime)
         known, drafted = self._known, verified.drafted
-        known.acceptance.add(verified.k, drafted, verified.accepted)
-        if verified.k == 0:
-            known.acceptance.fade(_FADES_PARKED)
+        if known.acceptance.add(verified.k, drafted, verified.accepted):
+            self._try_anew()
         if verified.seconds is None:
             return
         width = drafted if drafted or not verified.k else SILENT
@@ -430,7 +441,13 @@ class Throughput:
     def _follow(self, regime: str) -> None:
         """Another regime: what was accepted before it says little, so try anew."""
         if regime != self._regime and self._last is not None:
-            self._known.acceptance.fade(_OTHER_TEXT)
+            self._known.acceptance.doubt()
+            self._try_anew()
+        self._regime = regime
+
+    def _try_anew(self) -> None:
+        """Forgive what trials have lost, if that was not done of late."""
+        if self._rounds >= self._forgives:
             self._share = _SHARE
             self._known.credit = max(self._known.credit, 0.0)
-        self._regime = regime
+            self._forgives = self._rounds + _FORGIVES
