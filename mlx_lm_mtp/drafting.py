@@ -6,17 +6,25 @@ What was kept is noted down and shown in one piece before the drafter is asked a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from .depth import Depth, Fixed, Known, Throughput
 from .drafters.base import Drafter, Proposal, Rewinding, gives
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
+from .origin import ByModel
 from .profile import Stopwatch
 from .propose import Proposer
+
+_MOST = (
+    256  # verifies without drafts, whose hidden states are held until they are shown
+)
 
 
 class Kept(NamedTuple):
@@ -78,7 +86,8 @@ class Drafting:
             and not processors
             and not options.rescue
             and options.paths == 1
-            and options.depth == "fixed"  # else drafting waits, and the caller would
+            and options.depth
+            != "confidence"  # else drafting waits, and the caller would
             and "rewind" in gives(drafter)
         )
 
@@ -97,13 +106,12 @@ class Drafting:
         Args:
             token: Chosen and not fed yet.
             vocabulary: V.
-            k: 0 drafts nothing.
+            k: At least 1.
 
         Raises:
             DrafterError: If the proposal is not what the contract says.
         """
-        if k == 0:
-            return Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+        self.observe()
         with mx.stream(self._stream), self._timed("draft") as wait:
             proposal = self._propose(_known([token]), k, vocabulary)
             # The device drafts while the verify graph is built.
@@ -111,9 +119,9 @@ class Drafting:
             wait(proposal.tokens)
         return proposal
 
-    def draft_ahead(self, token: int, vocabulary: int, k: int, kept: int) -> None:
-        """Draft now what `ahead` will give, once the kept inputs are yielded."""
-        self._ahead = Ahead(self.draft(token, vocabulary, k), k, kept)
+    def go_ahead(self, proposal: Proposal, k: int, kept: int) -> None:
+        """Leave for `ahead` what was drafted before the kept inputs are yielded."""
+        self._ahead = Ahead(proposal, k, kept)
 
     def ahead(self) -> Ahead | None:
         """The round that was drafted already, if one was; it can be taken once."""
@@ -135,6 +143,8 @@ class Drafting:
         with mx.stream(self._stream):
             kept = None if hidden is None else hidden[row : row + 1, :n]
             self._unobserved.append(Kept(_known(tokens), kept))
+        if len(self._unobserved) >= _MOST:
+            self.observe()
 
     def observe(self) -> None:
         """Show the drafter the inputs that were kept."""
@@ -154,6 +164,24 @@ class Drafting:
         if ahead is not None:
             assert isinstance(self._drafter, Rewinding)
             self._drafter.rewind(ahead.kept - ahead.yielded)
+
+
+_depths: ByModel[dict[Any, Known]] = ByModel()
+
+
+def depth_for(model: nn.Module, drafter: Drafter, options: DraftOptions) -> Depth:
+    """What decides how many tokens are drafted in a generation, as the options say.
+
+    What earlier generations of this process have measured with the same model, drafter
+    and options is known to it.
+    """
+    if options.depth != "throughput":
+        return Fixed()
+    known = _depths.get(model)
+    if known is None:
+        known = _depths[model] = {}
+    key = drafter.name, replace(options, num_draft_tokens=0)
+    return Throughput(known.setdefault(key, Known()))
 
 
 def _known(tokens: Sequence[int]) -> mx.array:

@@ -39,8 +39,9 @@ from .accept import AtOnce, Judge, OneByOne
 from .audit import Audit
 from .carry import Around, Carried
 from .certificate import NO_FORM, Certificate
+from .depth import Depth
 from .drafters.base import Branch, Drafter, Proposal, hidden_for
-from .drafting import Drafting
+from .drafting import Drafting, depth_for
 from .errors import TakeBack
 from .futile import FutileWatch
 from .gaps import SHOWN
@@ -66,11 +67,24 @@ _CLEAR_EVERY = 256  # tokens between two clearings of MLX's buffer cache, as in 
 class Pending(NamedTuple):
     """A token that was chosen and not fed yet."""
 
-    token: int
-    array: mx.array  # (1,), the same on the device
+    judge: Judge
+    position: int  # of the input behind which it was chosen
+    array: mx.array  # (1,)
     logprobs: mx.array  # (V,), what it was chosen from
     error: Exception | None  # why it cannot be fed
-    nearest: Nearest | None = None  # how near to a tie it was, if that is looked at
+    nearness: Nearness | None  # of the verify that it was chosen in, if somebody looks
+
+    @property
+    def token(self) -> int:
+        """The same on the host, which waits for it."""
+        return self.judge.token(self.position)
+
+    @property
+    def nearest(self) -> Nearest | None:
+        """How near to a tie it was."""
+        if self.nearness is None:
+            return None
+        return self.nearness.behind(self.judge.row(self.position), self.position)
 
 
 class Leg(NamedTuple):
@@ -80,6 +94,7 @@ class Leg(NamedTuple):
     source: Proposal | Branch  # where they come from
     k: int  # drafts that were asked for
     undrafted: str = ""  # why none could be
+    parked: str = ""  # why none were, although they could be
 
 
 def draft_generate_step(
@@ -105,6 +120,7 @@ def draft_generate_step(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     around: Around | None = None,
     trace: Trace | None = None,
+    depth: Depth | None = None,
 ) -> Generator[Step, None, None]:
     """Stock's `generate_step` with drafts: the same tokens, fewer forwards.
 
@@ -125,6 +141,8 @@ def draft_generate_step(
             As in stock's `generate_step`.
         around: What is known around the prompt.
         trace: Is told every verify.
+        depth: Decides how many tokens each round drafts; by default as the option of
+            that name says.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
@@ -155,6 +173,7 @@ def draft_generate_step(
         on_tokens=on_tokens,
         eos_token_ids=eos_token_ids,
         regime=Regime(thinking),
+        depth=depth or depth_for(model, drafter, options),
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
@@ -186,6 +205,7 @@ class _Loop:
         on_tokens: OnTokens | None,
         eos_token_ids: Collection[int],
         regime: Regime,
+        depth: Depth,
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
@@ -220,14 +240,17 @@ class _Loop:
             self.timed,
             *form,
             quantized_kv_start=None if bits is None else start,
+            raises=bool(processors) or not self.judges_at_once,
         )
         self.drafting = Drafting(
             drafter, options, sampler, processors, self.history, stream, self.timed
         )
+        self.depth = depth
         self.looks = options.gaps or options.audit > 0 or trace is not None
         self.told: list[Callable[[Round], None]] = [
             functools.partial(stats.count, keep=max(SHOWN, options.audit)),
             FutileWatch(drafter).count,
+            depth.take,
         ]
         self.trace = trace
         if trace is not None:
@@ -310,6 +333,7 @@ class _Loop:
             self.history.prompt = self.history.length
             self.drafting.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
+        mx.eval(self.pending.array)
         self.work.lap()
 
     def _echo(self, token: int, logprobs: mx.array) -> Generator[Step, None, None]:
@@ -346,21 +370,20 @@ class _Loop:
         if branch is not None:
             k, _ = self._most(rest)
             tokens += yield from self._leg(Leg(branch.rest[:, :k], branch, k), rest)
-        self.drafting.observe()
         return tokens
 
     def _drafted(self, budget: int) -> Leg:
         """What the round begins with."""
-        reason, ahead = "", self.drafting.ahead()
+        reason, parked, ahead = "", "", self.drafting.ahead()
         if ahead is not None:
             proposal, k = ahead.proposal, ahead.k
         else:
-            k, reason = self._most(budget)
-            pending = self.pending
-            proposal = self.drafting.draft(pending.token, pending.logprobs.shape[-1], k)
+            most, reason = self._most(budget)
+            k, parked = self._chosen_depth(most)
+            proposal = self._draft(k)
         side_by_side = self.options.paths > 1  # else branches wait for a rescue
         rows = tree.rows(proposal) if side_by_side else proposal.tokens
-        return Leg(rows, proposal, k, reason)
+        return Leg(rows, proposal, k, reason, parked)
 
     def _leg(self, leg: Leg, budget: int) -> Generator[Step, None, list[int]]:
         """Verify x and the drafts; yield x and each accepted draft."""
@@ -370,11 +393,12 @@ class _Loop:
         tokens: list[int] = []
         judge, more, seconds = None, True, None
         pending = self.pending
-        token, logprobs = pending.token, pending.logprobs
         try:
             with mx.stream(self.stream):
                 along = self._along(forward.logits, leg.source)
                 judge = self._judge(forward.logits, leg.drafts, pending.array, along)
+            # Not before: what draws no drafts on it need not wait for it, as in stock.
+            token, logprobs = self._read(), pending.logprobs
             while more:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
@@ -386,9 +410,10 @@ class _Loop:
                     tokens.pop()
                     raise
                 with self.timed("accept"):
-                    more = self._goes_on(judge, tokens)
+                    more = self._goes_on(judge, leg.drafts, tokens)
+                if more:
                     token = judge.token(len(tokens) - 1)
-                logprobs = judge.logprobs(len(tokens) - 1)
+                    logprobs = judge.logprobs(len(tokens) - 1)
                 if more and len(tokens) == 1 and self.drafting.goes_ahead:
                     seconds = self.work.lap()
                     self._go_ahead(judge, tokens, forward, budget)
@@ -420,18 +445,27 @@ class _Loop:
         accepted = judge.choices()[: kept - 1]
         ends = not self.eos_token_ids.isdisjoint(accepted)
         fed = forward.logits.shape[1]
-        k, _ = self._most(budget - kept, taken_back=fed - kept)
-        if ends or kept == budget or k == 0:  # there is nothing to draft
+        most, _ = self._most(budget - kept, taken_back=fed - kept)
+        if ends or kept == budget or most == 0:  # there is nothing to draft
+            return
+        k, parked = self._chosen_depth(most)
+        if parked:
             return
         self.drafting.keep([*tokens, *accepted], forward.hidden, 0)
-        self.drafting.observe()
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
-        pending = self.pending
-        self.drafting.draft_ahead(pending.token, pending.logprobs.shape[-1], k, kept)
+        self.drafting.go_ahead(self._draft(k), k, kept)
+
+    def _draft(self, k: int) -> Proposal:
+        """Up to k drafts behind the pending token."""
+        if k == 0:
+            return Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+        return self.drafting.draft(self._read(), self.pending.logprobs.shape[-1], k)
 
     def _inputs(self, drafts: mx.array) -> mx.array:
         """`(P, 1 + k')`: the pending token and the drafts."""
+        if not drafts.shape[1]:
+            return self.pending.array[None]
         x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
@@ -447,6 +481,13 @@ class _Loop:
             allowed, reason = held, reason if held == allowed else NO_FORM
         return allowed, reason if allowed == 0 < k else ""
 
+    def _chosen_depth(self, most: int) -> tuple[int, str]:
+        """Drafts of a round, of so many that it may have; and why it is parked."""
+        if most == 0:
+            return 0, ""
+        k = self.depth.choose(most)
+        return k, "" if k else self.depth.parked
+
     def _judge(
         self,
         logits: mx.array,
@@ -458,10 +499,11 @@ class _Loop:
         chooses = (self.sampler, self.processors, self.history)
         return judge(logits, drafts, *chooses, x, along)
 
-    def _goes_on(self, judge: Judge, tokens: list[int]) -> bool:
+    def _goes_on(self, judge: Judge, drafts: mx.array, tokens: list[int]) -> bool:
         """Whether the next draft is accepted; notes an end of the text."""
         self.ended = tokens[-1] in self.eos_token_ids
-        return not self.ended and judge.accepts(len(tokens) - 1)
+        drafted = len(tokens) <= drafts.shape[1]
+        return drafted and not self.ended and judge.accepts(len(tokens) - 1)
 
     def _commit(self, verified: Verified, kept: int, row: int) -> None:
         """Caches as plain decoding has them after `kept` inputs."""
@@ -480,11 +522,12 @@ class _Loop:
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
         error = self.history.nothing_to_choose() if judge.broken(i) else None
-        token = judge.token(i)  # waits, for all that is read here
-        near = None
-        if self.nearness is not None:
-            near = self.nearness.behind(judge.row(i), i)
-        return Pending(token, judge.chosen(i), judge.logprobs(i), error, near)
+        logprobs = judge.logprobs(i)
+        return Pending(judge, i, judge.chosen(i), logprobs, error, self.nearness)
+
+    def _read(self) -> int:
+        with self.timed("accept"):
+            return self.pending.token
 
     def _over(
         self, leg: Leg, judge: Judge, kept: int, stopped: bool, seconds: float
@@ -503,6 +546,7 @@ class _Loop:
             known,
             regime=self.regime.now,
             undrafted=leg.undrafted,
+            parked=leg.parked,
             unguided=self.drafting.unguided if drafted else "",
             origins=source.origins,
             probed=tuple(zip(probed, choices, strict=False)),

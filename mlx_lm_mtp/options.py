@@ -17,8 +17,10 @@ class DraftOptions:
 
     Args:
         num_draft_tokens: The most tokens drafted in a round (k); 0 is plain decoding.
-        depth: ``fixed`` drafts k tokens every round; ``confidence`` drafts on while
-            the drafter's confidence in its last token is at least `tau`.
+        depth: ``throughput`` drafts, up to k, as many tokens as yield the most tokens
+            a second, measured on the way, and none where drafting does not pay;
+            ``fixed`` drafts k tokens every round; ``confidence`` drafts on while the
+            drafter's confidence in its last token is at least `tau`.
         tau: That least confidence, a probability.
         reads: How ``depth=confidence`` reads confidences: ``each`` waits for every
             draft before it goes on; ``once`` drafts k tokens and cuts them.
@@ -70,7 +72,9 @@ class DraftOptions:
 
     num_draft_tokens: int = 3
     depth: str = option(
-        "fixed", choices=("fixed", "confidence"), help="how many tokens are drafted"
+        "throughput",
+        choices=("throughput", "fixed", "confidence"),
+        help="how many tokens are drafted",
     )
     tau: float = option(
         0.4, least=0, most=1, help="confidence below which drafting ends"

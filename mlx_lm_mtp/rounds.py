@@ -33,6 +33,7 @@ class Round:
         accepted: Of these, how many were kept: the tokens are one more.
         regime: Where in the text it began, as :mod:`.regime` has it.
         undrafted: Why nothing could be drafted, although it was wanted; or ``""``.
+        parked: Why nothing was drafted, although it could be; or ``""``.
         unguided: Why drafts were chosen otherwise than the target's tokens, or ``""``.
         origins: For each draft who drafted it; empty if that is always the same.
         probed: For each draft position the drafter's choices there, the best first,
@@ -60,6 +61,7 @@ class Round:
     accepted: int = 0
     regime: str = ""
     undrafted: str = ""
+    parked: str = ""
     unguided: str = ""
     origins: tuple[str, ...] = ()
     probed: tuple[tuple[tuple[int, ...], int], ...] = ()

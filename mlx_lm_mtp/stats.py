@@ -33,6 +33,8 @@ class DraftStats:
         tokens: Tokens yielded.
         drafted: Draft position (from 0) -> rounds that drafted so far.
         accepted: Draft position -> rounds that accepted it.
+        rounds_by_k: Drafts asked for -> rounds that asked for so many.
+        parked: Reason -> rounds that drafted nothing, although they could.
         accept_histogram: Number of accepted drafts -> rounds that accepted so many.
         origin_drafted, origin_accepted: Drafter -> tokens, where several of them draft
             the tokens of a round.
@@ -84,6 +86,8 @@ class DraftStats:
     tokens: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    rounds_by_k: Counter[int] = field(default_factory=Counter)
+    parked: Counter[str] = field(default_factory=Counter)
     accept_histogram: Counter[int] = field(default_factory=Counter)
     origin_drafted: Counter[str] = field(default_factory=Counter)
     origin_accepted: Counter[str] = field(default_factory=Counter)
@@ -140,6 +144,12 @@ class DraftStats:
     def direct_commits(self) -> int:
         """Verifies that needed no second forward."""
         return self.verifies - self.replays
+
+    @property
+    def share_by_k(self) -> list[float]:
+        """For each k from 0 on, the share of rounds that asked for so many drafts."""
+        ks = range(1 + max(self.rounds_by_k, default=-1))
+        return [_ratio(self.rounds_by_k[k], self.rounds) for k in ks]
 
     @property
     def acceptance_by_regime(self) -> dict[str, float]:
@@ -205,8 +215,8 @@ class DraftStats:
         return (
             f"{head}, {self.mean_acceptance_length:.2f} tokens a round, "
             f"{self.acceptance_rate:.1%} accepted (by position: {positions})"
-            f"{self._origins()}{self._regimes()}{self._rescues()}{self._replays()}"
-            f"{self._why()}"
+            f"{self._depths()}{self._origins()}{self._regimes()}{self._rescues()}"
+            f"{self._replays()}{self._why()}"
         )
 
     def tables(self) -> list[str]:
@@ -257,6 +267,13 @@ class DraftStats:
         rows.append(("… without replay", f"{without:.1f}", ""))
         return rows
 
+    def _depths(self) -> str:
+        """How many tokens were drafted, if it was not always k."""
+        shares = {k: share for k, share in enumerate(self.share_by_k) if share}
+        if len(shares) < 2 or not self.parked:
+            return ""
+        return ", k in rounds: " + ", ".join(f"{k} {s:.0%}" for k, s in shares.items())
+
     def _origins(self) -> str:
         rates = self.acceptance_by_origin.items()
         return "".join(
@@ -281,6 +298,7 @@ class DraftStats:
 
     def _why(self) -> str:
         reasons = [f"{n} rounds without drafts: {r}" for r, n in self.undrafted.items()]
+        reasons += [f"{n} rounds parked: {r}" for r, n in self.parked.items()]
         for reason, n in self.unguided.items():
             reasons.append(
                 f"{n} rounds drafted by its own first choices, since {reason}"
@@ -372,6 +390,9 @@ class Tally:
             values["regime_accepted"][begun.regime] += accepted
         if begun.undrafted:
             values["undrafted"][begun.undrafted] += 1
+        if begun.parked:
+            values["parked"][begun.parked] += 1
+        values["rounds_by_k"][begun.k] += 1
         if begun.unguided:
             values["unguided"][begun.unguided] += 1
         values["origin_drafted"].update(begun.origins[:drafted])
@@ -405,6 +426,7 @@ class Tally:
 
 _NAMED = (
     "undrafted",
+    "parked",
     "unguided",
     "origin_drafted",
     "origin_accepted",
@@ -424,6 +446,7 @@ _RATES = (
     "direct_commits",
     "coverage",
     "audit_differences",
+    "share_by_k",
     "tokens_per_second",
     "tokens_per_second_without_replay",
 )

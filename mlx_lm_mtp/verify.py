@@ -41,6 +41,8 @@ class Verifier:
         form: Gives the form in which P paths of S inputs are verified, or None if no
             form of one forward will do; by default everything is batched.
         quantized_kv_start: Tokens behind which the caches are quantised, if ever.
+        raises: Whether choosing may raise, so that a single input, too, may have to be
+            taken back.
 
     Attributes:
         one_row: Why inputs are to be fed one by one; empty if they need not.
@@ -56,6 +58,7 @@ class Verifier:
         form: Callable[[int, int], Form | None] = lambda paths, width: BATCHED,
         *,
         quantized_kv_start: int | None = None,
+        raises: bool = True,
     ) -> None:
         self.target = target
         self.caches = caches
@@ -64,6 +67,7 @@ class Verifier:
         self._timed = timed
         self._form = form
         self._quantized_kv_start = quantized_kv_start
+        self._raises = raises
         self._committable = False
         self.one_row = target.one_row
 
@@ -98,10 +102,11 @@ class Verifier:
             return self._side_by_side(tokens)
         if tokens.shape[1] > 1 and self._mode == "step":
             return self._step(tokens)
+        alone = tokens.shape[1] == 1
+        if alone and not (self._committable and self._raises):
+            return self.target(tokens, self.caches), Verified(self.caches, 1)
         if self._committable:
             return self._capture(tokens)
-        if tokens.shape[1] == 1:
-            return self.target(tokens, self.caches), Verified(self.caches, 1)
         return self._snapshot(tokens)
 
     def _fed(self, tokens: mx.array, caches: list[Any]) -> Forward:

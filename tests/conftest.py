@@ -32,6 +32,21 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 mx.set_default_device(mx.cpu)
 
 
+@pytest.fixture(autouse=True)
+def fixed_depth(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds draft k tokens, so that they can be counted, whatever seconds they take.
+
+    Tests that are marked `throughput`, and all other processes, have the default.
+    """
+    from mlx_lm_mtp import drafting
+    from mlx_lm_mtp.depth import Fixed
+
+    if request.node.get_closest_marker("throughput") is None:
+        monkeypatch.setattr(drafting, "Throughput", lambda known: Fixed())
+
+
 @pytest.fixture
 def plugin():
     """The plugin turned on for one test, and off again."""

@@ -440,7 +440,10 @@ def test_one_thing_given_may_be_a_word(given: str | None) -> None:
         ({"rescue": 3}, "rescue is 3; give an integer of at least 0 and at most 2"),
         ({"profile": 1}, "profile is 1; give True or False"),
         ({"probe": True}, "probe is True; give an integer"),
-        ({"depth": "deep"}, "depth is 'deep'; choose one of: fixed, confidence"),
+        (
+            {"depth": "deep"},
+            "depth is 'deep'; choose one of: throughput, fixed, confidence",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

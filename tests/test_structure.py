@@ -35,6 +35,7 @@ LAYERS = [
     },
     {
         "futile",
+        "depth",
         "options",
         "stats",
         "origin",
