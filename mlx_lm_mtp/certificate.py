@@ -152,7 +152,7 @@ class Certificate:
         if self._calls is None:
             caches = self._prefilled(mx.array([[0, 1]]))
             with noting() as calls:
-                self._target(mx.array([[2]]), caches)
+                self._feed(mx.array([[2]]), caches)
             self._calls = row_check.distinct(calls)
         return self._calls
 
@@ -164,37 +164,45 @@ class Certificate:
         )
 
     def _agrees(self, form: Form, paths: int, width: int, key: mx.array) -> bool:
-        vocabulary = self._target(mx.array([[0]]), self._fresh()).logits.shape[-1]
+        vocabulary = self._feed(mx.array([[0]]), self._fresh()).shape[-1]
         drawn = mx.random.randint(0, vocabulary, (paths, _CONTEXT + width), key=key)
-        drawn[:, :_CONTEXT] = drawn[:1, :_CONTEXT]
-        inputs, last = drawn[:, _CONTEXT:], drawn[:1, _CONTEXT - 1 : _CONTEXT]
-        caches = self._prefilled(drawn[:1, : _CONTEXT - 1])
+        context, last = drawn[:1, : _CONTEXT - 1], drawn[:1, _CONTEXT - 1 : _CONTEXT]
+        inputs = drawn[:, _CONTEXT:]
+        logits, caches = self._verified(form, context, last, inputs)
+        decoded = [
+            self._decoded(context, last, path) for path in mx.split(inputs, paths)
+        ]
+        expected = mx.concatenate([logits for logits, _ in decoded])
+        same = same_bits(logits, expected) and _same(caches, decoded[0][1])
+        return self._agreed(same)
+
+    def _verified(
+        self, form: Form, context: mx.array, last: mx.array, inputs: mx.array
+    ) -> tuple[mx.array, list[Any]]:
+        """Logits `(P, S, V)` of a verify, and the caches if all of path 0 is kept."""
+        caches = self._prefilled(context)
         verifier = Verifier(
             self._target, caches, "batch", Tally(), Stopwatch(), lambda *rows: form
         )
-        verifier.first(last)
+        _computed(verifier.first(last).logits, caches)
         forward, verified = verifier(inputs)
-        verified.commit(width, 0)
-        paths = [
-            self._decoded(drawn[:1, : _CONTEXT - 1], last, path)
-            for path in mx.split(inputs, paths)
-        ]
-        logits = mx.concatenate([logits for logits, _ in paths])
-        _, decoded = paths[0]
-        # All of it, for ranks of a pipeline wait for each other in a forward.
-        mx.eval(forward.logits, logits, [c.state for c in (*caches, *decoded)])
-        same = same_bits(forward.logits, logits) and _same(caches, decoded)
-        return self._agreed(same)
+        mx.eval(forward.logits)
+        verified.commit(inputs.shape[1], 0)
+        return _computed(forward.logits, caches), caches
 
     def _decoded(
         self, context: mx.array, last: mx.array, path: mx.array
     ) -> tuple[mx.array, list[Any]]:
         """Logits `(1, S, V)` of a path's tokens fed one by one, and the caches."""
         caches = self._prefilled(context)
-        self._target(last, caches)
+        self._feed(last, caches)
         tokens = mx.split(path, path.shape[1], axis=1)
-        rows = [self._target(token, caches).logits for token in tokens]
+        rows = [self._feed(token, caches) for token in tokens]
         return mx.concatenate(rows, axis=1), caches
+
+    def _feed(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Logits of a forward."""
+        return _computed(self._target(tokens, caches).logits, caches)
 
     def _agreed(self, found: bool) -> bool:
         """What all ranks of a pipeline have found: they must verify alike."""
@@ -205,7 +213,7 @@ class Certificate:
 
     def _prefilled(self, tokens: mx.array) -> list[Any]:
         caches = self._fresh()
-        self._target(tokens, caches)
+        self._feed(tokens, caches)
         quantized = next(
             (c for c in flat(self._caches) if isinstance(c, QuantizedKVCache)), None
         )
@@ -257,6 +265,12 @@ def _kind(cache: Any) -> str:
     """A cache's class, and how it is quantised."""
     bits = [str(getattr(cache, n)) for n in ("bits", "group_size") if hasattr(cache, n)]
     return "/".join([type(cache).__name__, *bits])
+
+
+def _computed(logits: mx.array, caches: Sequence[Any]) -> mx.array:
+    """Compute one forward whole: ranks of a pipeline wait for each other in each."""
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
 
 
 def _like(made: Any, given: Any) -> Any:

@@ -23,8 +23,9 @@ Numbers in, numbers out: nothing here knows of a model, a device or a clock.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 from .rounds import Round
 
@@ -116,9 +117,19 @@ class Costs:
 
     def __init__(self) -> None:
         self._known: dict[int, Cost] = {}
-        self._factors: list[float] | None = (
-            None  # of this generation, to the one before
-        )
+        # Of this generation's rounds to those of the one before.
+        self._factors: list[float] | None = None
+
+    @classmethod
+    def of(cls, known: Mapping[str, Mapping[str, float]]) -> Costs:
+        """As :meth:`to_dict` has put it down."""
+        costs = cls()
+        costs._known = {int(w): Cost(**cost) for w, cost in known.items()}
+        return costs
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """What is known, as JSON has it, but for the generation under way."""
+        return {str(width): asdict(cost) for width, cost in self._known.items()}
 
     def begin(self) -> None:
         """Another generation begins, whose rounds may all be faster or slower."""
@@ -308,6 +319,29 @@ class Known:
     costs: Costs = field(default_factory=Costs)
     acceptance: Acceptance = field(default_factory=Acceptance)
     credit: float = _GRANT  # rounds of plain decoding that trials may lose
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> Known:
+        """As :meth:`to_dict` has put it down.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it has not.
+        """
+        acceptance = known["acceptance"]
+        shares = ([Share(**s) for s in acceptance[n]] for n in ("drafted", "accepted"))
+        return cls(
+            Costs.of(known["costs"]),
+            Acceptance(*shares, left=acceptance["left"]),
+            known["credit"],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "costs": self.costs.to_dict(),
+            "acceptance": asdict(self.acceptance),
+            "credit": self.credit,
+        }
 
     def begin(self) -> None:
         """Another generation begins, with another text."""

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from .anatomy import pipeline_ranks
 from .depth import Depth, Fixed, Known, Throughput
 from .drafters.base import Drafter, Proposal, Rewinding, gives
 from .history import History
@@ -22,9 +23,8 @@ from .origin import ByModel
 from .profile import Stopwatch
 from .propose import Proposer
 
-_MOST = (
-    256  # verifies without drafts, whose hidden states are held until they are shown
-)
+# Verifies without drafts, whose hidden states are held until they are shown.
+_MOST = 256
 
 
 class Kept(NamedTuple):
@@ -86,8 +86,7 @@ class Drafting:
             and not processors
             and not options.rescue
             and options.paths == 1
-            and options.depth
-            != "confidence"  # else drafting waits, and the caller would
+            and options.depth != "confidence"  # which drafting waits for
             and "rewind" in gives(drafter)
         )
 
@@ -173,9 +172,10 @@ def depth_for(model: nn.Module, drafter: Drafter, options: DraftOptions) -> Dept
     """What decides how many tokens are drafted in a generation, as the options say.
 
     What earlier generations of this process have measured with the same model, drafter
-    and options is known to it.
+    and options is known to it. In a pipeline every rank has a clock of its own, and all
+    of them must draft as many tokens: it is always k there.
     """
-    if options.depth != "throughput":
+    if options.depth != "throughput" or pipeline_ranks(model) > 1:
         return Fixed()
     known = _depths.get(model)
     if known is None:

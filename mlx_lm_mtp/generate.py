@@ -228,20 +228,7 @@ class _Loop:
         self.timed = Stopwatch(
             stats.time if options.profile else stats.time_host, waits=options.profile
         )
-        if options.exactness == "exact" and options.verify == "batch":
-            self.certificate = Certificate(target, self.caches, note=stats.note_form)
-        form = (self.certificate.form,) if self.certificate else ()
-        start, _, bits = quantize
-        self.verifier = Verifier(
-            target,
-            self.caches,
-            options.verify,
-            stats,
-            self.timed,
-            *form,
-            quantized_kv_start=None if bits is None else start,
-            raises=bool(processors) or not self.judges_at_once,
-        )
+        self.verifier = self._verifier()
         self.drafting = Drafting(
             drafter, options, sampler, processors, self.history, stream, self.timed
         )
@@ -256,6 +243,24 @@ class _Loop:
         if trace is not None:
             self.told.append(trace.add)
         self.work = Lap()
+
+    def _verifier(self) -> Verifier:
+        """What verifies as the options say, exactly with a certificate."""
+        options, (start, _, bits) = self.options, self.quantize
+        if options.exactness == "exact" and options.verify == "batch":
+            note = self.stats.note_form
+            self.certificate = Certificate(self.target, self.caches, note=note)
+        form = (self.certificate.form,) if self.certificate else ()
+        return Verifier(
+            self.target,
+            self.caches,
+            options.verify,
+            self.stats,
+            self.timed,
+            *form,
+            quantized_kv_start=None if bits is None else start,
+            raises=bool(self.processors) or not self.judges_at_once,
+        )
 
     def run(
         self,
@@ -564,13 +569,14 @@ class _Loop:
         """The record with its tokens, if somebody looks."""
         if self.nearness is None:
             return done
+        targets = tuple(judge.choices())  # waits; all else was computed along with it
         confidence = None if isinstance(leg.source, Branch) else leg.source.confidence
         return replace(
             done,
             token=pending.token,
             paths=tuple(map(tuple, leg.drafts.tolist())),
             confidences=() if confidence is None else tuple(confidence[0].tolist()),
-            targets=tuple(judge.choices()),
+            targets=targets,
             nearest=self.nearness.along(judge.row(done.accepted)),
             first=pending.nearest,
         )

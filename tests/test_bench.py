@@ -162,8 +162,8 @@ def test_every_verify_is_timed_behind_the_same_context(
 ) -> None:
     verify, seen = costs._verify, []
 
-    def noted(target: Any, tokens: mx.array, caches: list[Any]) -> float:
-        seconds = verify(target, tokens, caches)
+    def noted(target: Any, tokens: mx.array, caches: list[Any], form: Any) -> float:
+        seconds = verify(target, tokens, caches, form)
         seen.append((max(c.offset for c in caches if hasattr(c, "offset")), tokens))
         return seconds
 

@@ -161,7 +161,7 @@ def _joined(row: Callable[[int, int], mx.array], axis: int) -> mx.array:
 
 def _by_row(op: str, queries: mx.array, axis: int) -> bool:
     """Whether an op is to run by row on an array that has the rows on these axes."""
-    if op not in _thread.form.by_row:
+    if op not in _thread.form.by_row or queries.ndim < 2:
         return False
     paths, width = _thread.rows
     if queries.ndim == 2:

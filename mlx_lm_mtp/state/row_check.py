@@ -8,6 +8,7 @@ kernel is chosen by are shapes and dtypes, not numbers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -49,10 +50,12 @@ def keeps_bits(call: Call, paths: int, width: int, lengths: Iterable[int]) -> bo
 
 
 def _rows(call: Call) -> int:
+    """How many rows it was called with; 0 for a row that is no part of an array, as a
+    model has it that feeds its experts one by one."""
     x = call.args[0] if call.op == ATTENTION else call.args[1]
     if call.op == ATTENTION:
         return x.shape[0] * x.shape[2]
-    return x.shape[0] if x.ndim == 2 else x.shape[0] * x.shape[1]
+    return 0 if x.ndim < 2 else math.prod(x.shape[: min(x.ndim - 1, 2)])
 
 
 def _signature(call: Call) -> tuple[Any, ...]:
