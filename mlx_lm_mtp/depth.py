@@ -23,6 +23,7 @@ Numbers in, numbers out: nothing here knows of a model, a device or a clock.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ _RESTS = 8  # rounds after which a parked one is thought over again
 _MARGIN = 1.02  # by which another k must be better to be taken
 
 _ENOUGH = 2  # rounds behind which the seconds are known at all …
-_FEW = 16  # … and well
+_FEW = 15  # … and well
 _CLIP = 2.0  # no round counts as more than so many usual ones, nor as less
 _SPREAD = 0.1  # of the seconds of rounds of one kind, as a part of them
 _AGES = 0.995  # what is left of a measurement with each round since
@@ -50,11 +51,12 @@ _SLOPE = 0.5  # of a width never tried, against the slope of those that were
 
 _PRIOR = 1.5  # rounds that a guess counts as
 _GUESS = 0.6  # of the first draft's acceptance; of a later one, that of the one before
-_LATE = 6.0  # cases that tell of a change, if they differ from those before by …
-_SUDDEN = 0.4  # … so much, which is three of their standard deviations
+_LATE = 0.88  # what is left of one of the last few cases with each further one
+_TELLING = 6.0  # of them tell of a change, if they differ from those before by …
+_SUDDEN = 2.5  # … so many of their standard deviations
 _FADES = 0.98  # what is left of an acceptance with each round that drafts …
 _FADES_PARKED = 0.97  # … and that does not
-_OTHER_TEXT = 0.25  # what is left in another regime, or another generation
+_OTHER_TEXT = 4.0  # cases that are left in another regime, or another generation
 SILENT = -1  # the drafts of a round whose drafter was asked and had none
 
 
@@ -87,25 +89,30 @@ class Fixed:
 
 @dataclass
 class Cost:
-    """Seconds of a round of one width, and the rounds that they are known from.
+    """Seconds of a round of one width: the median of the last few, which no hiccup
+    moves far.
 
-    A mean of late rounds that no single one can spoil.
+    Attributes:
+        samples: Seconds, the last ones at the end.
+        rounds: What they are worth, the older the less.
     """
 
-    seconds: float = 0.0
+    samples: list[float] = field(default_factory=list)
     rounds: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Of such a round, if there was one."""
+        return statistics.median_low(self.samples)
+
     def add(self, seconds: float) -> None:
-        """Add a round. The lesser of the first two counts: one may be a hiccup."""
-        if self.rounds < 1:
-            self.seconds = seconds
-        elif self.rounds < _ENOUGH:
-            self.seconds = min(self.seconds, seconds)
-        else:
-            usual = self.seconds
-            clipped = min(max(seconds, usual / _CLIP), usual * _CLIP)
-            self.seconds += (clipped - usual) / min(self.rounds + 1, _FEW)
+        """Add a round."""
+        self.samples = [*self.samples[1 - _FEW :], seconds]
         self.rounds = min(self.rounds + 1, _FEW)
+
+    def scale(self, factor: float) -> None:
+        """All of them have become slower or faster."""
+        self.samples = [factor * seconds for seconds in self.samples]
 
 
 class Costs:
@@ -162,16 +169,17 @@ class Costs:
                 return
             self._scale(min(self._factors))
             self._factors = None
-        usual, settled = known.seconds, known.rounds >= _FEW and not trial
+        settled = known.rounds >= _FEW and not trial
+        usual = known.seconds if settled else 0.0
         known.add(seconds)
         for other in self._known.values():
-            if other is not known:
-                other.seconds *= known.seconds / usual if settled else 1.0
-                other.rounds *= _AGES if other.rounds > _ENOUGH else 1.0
+            if other is not known and other.samples:
+                other.scale(known.seconds / usual if settled else 1.0)
+                other.rounds = min(other.rounds, max(_AGES * other.rounds, _ENOUGH))
 
     def _scale(self, factor: float) -> None:
         for known in self._known.values():
-            known.seconds *= factor
+            known.scale(factor)
 
     @property
     def reach(self) -> int:
@@ -222,22 +230,32 @@ class Share:
 
     Attributes:
         hits, of: Cases, the older the less they count.
-        late: The share of the last few cases.
+        late_hits, late: The same of the last few.
     """
 
     hits: float = 0.0
     of: float = 0.0
+    late_hits: float = 0.0
     late: float = 0.0
 
     def add(self, hit: bool) -> bool:
         """Add one case; returns whether it tells of a sudden change."""
         self.hits += hit
         self.of += 1
-        self.late += (hit - self.late) / min(max(self.of, 1.0), _LATE)
-        sudden = abs(self.late - self.hits / self.of) > _SUDDEN
+        self.late_hits = _LATE * self.late_hits + hit
+        self.late = _LATE * self.late + 1
+        sudden = self._sudden()
         if sudden:
-            self.hits, self.of = self.late * _LATE, _LATE
+            self.hits, self.of = self.late_hits, self.late
         return sudden
+
+    def _sudden(self) -> bool:
+        """Whether the last few cases are unlikely to be like those before."""
+        if self.late < _TELLING or self.of < 2 * _TELLING:
+            return False
+        mean = self.hits / self.of
+        variance = max(mean * (1 - mean), 0.05) * (1 - _LATE) / (1 + _LATE)
+        return abs(self.late_hits / self.late - mean) > _SUDDEN * math.sqrt(variance)
 
     def fade(self, left: float) -> None:
         """Let what was seen count for less."""
@@ -284,7 +302,8 @@ class Acceptance:
 
     def doubt(self) -> None:
         """Another text begins; what was seen is all there is, and says little."""
-        self.left *= _OTHER_TEXT
+        for share in (*self.drafted, *self.accepted):
+            share.fade(min(1.0, _OTHER_TEXT / share.of) if share.of else 1.0)
 
     def expected(
         self, k: int, costs: Costs, *, hopeful: bool = False
