@@ -190,7 +190,8 @@ def depths(recorded: Recorded) -> str:
         pass
     most = max((most for asked in recorded.asked for most, _ in asked), default=0)
     rounds = Counter(done.k for done in recorded.rounds if done.rescue is None)
-    rows = [("", "rounds", "tokens a round", "ms a round", "tokens a second")]
+    head = ("", "rounds", "tokens a round", "ms a round", "tokens a second")
+    rows: list[tuple[str, ...]] = [head]
     for at in depth.estimates(most):
         guess = "" if at.measured else "~"
         told = f"{at.tokens:.2f}", f"{guess}{1000 * at.seconds:.3g}", f"{at.rate:.4g}"
