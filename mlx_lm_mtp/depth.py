@@ -26,7 +26,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .rounds import Round
 
@@ -131,7 +131,7 @@ class Costs:
     def of(cls, known: Mapping[str, Mapping[str, float]]) -> Costs:
         """As :meth:`to_dict` has put it down."""
         costs = cls()
-        costs._known = {int(w): Cost(**cost) for w, cost in known.items()}
+        costs._known = {int(w): Cost(**_floats(cost)) for w, cost in known.items()}
         return costs
 
     def to_dict(self) -> dict[str, dict[str, float]]:
@@ -347,11 +347,12 @@ class Known:
             KeyError, TypeError, ValueError: If it has not.
         """
         acceptance = known["acceptance"]
-        shares = ([Share(**s) for s in acceptance[n]] for n in ("drafted", "accepted"))
+        names = ("drafted", "accepted")
+        shares = ([Share(**_floats(s)) for s in acceptance[name]] for name in names)
         return cls(
             Costs.of(known["costs"]),
-            Acceptance(*shares, left=acceptance["left"]),
-            known["credit"],
+            Acceptance(*shares, left=float(acceptance["left"])),
+            float(known["credit"]),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -366,6 +367,27 @@ class Known:
         """Another generation begins, with another text."""
         self.costs.begin()
         self.acceptance.doubt()
+
+
+class Estimate(NamedTuple):
+    """What a round that asks for k drafts is taken to come to.
+
+    Args:
+        k: Drafts that are asked for.
+        tokens: That it yields, on average.
+        seconds: That it takes, on average.
+        measured: Whether rounds of k drafts were; else the seconds are a guess.
+    """
+
+    k: int
+    tokens: float
+    seconds: float
+    measured: bool
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
 
 
 @dataclass
@@ -395,6 +417,30 @@ class Throughput:
 
         self._share = _SHARE
         self._parked = ""
+
+    @classmethod
+    def of(cls, begun: Mapping[str, Any]) -> Throughput:
+        """One that has just begun, as :meth:`to_dict` has put it down.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it has not.
+        """
+        made = cls()
+        made._known = Known.of(begun)
+        made._known.costs.begin()
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it begins with, as JSON has it; to be asked before the first choice."""
+        return self._known.to_dict()
+
+    def estimates(self, most: int) -> list[Estimate]:
+        """For each k up to `most`, what it is chosen by; none before k = 0 is known."""
+        costs, expected = self._known.costs, self._known.acceptance.expected
+        if not costs.measured(0):
+            return []
+        ks = range(most + 1)
+        return [Estimate(k, *expected(k, costs), costs.measured(k)) for k in ks]
 
     @property
     def parked(self) -> str:
@@ -505,3 +551,7 @@ class Throughput:
             self._share = _SHARE
             self._known.credit = max(self._known.credit, 0.0)
             self._forgives = self._rounds + _FORGIVES
+
+
+def _floats(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}

@@ -241,6 +241,7 @@ class _Loop:
         ]
         self.trace = trace
         if trace is not None:
+            trace.begin(depth)
             self.told.append(trace.add)
         self.work = Lap()
 
@@ -491,6 +492,8 @@ class _Loop:
         if most == 0:
             return 0, ""
         k = self.depth.choose(most)
+        if self.trace is not None:
+            self.trace.asked(most, k)
         return k, "" if k else self.depth.parked
 
     def _judge(

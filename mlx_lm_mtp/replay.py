@@ -1,7 +1,8 @@
 """`mlx_lm_mtp replay`: a trace fed to the rules again, without the model.
 
 What is accepted is derived anew from drafts and targets (:mod:`.accept`), how many
-drafts were kept from confidences (:mod:`.propose`), and the statistics from the rounds
+drafts were kept from confidences (:mod:`.propose`), how many were asked for from the
+rounds before and their seconds (:mod:`.depth`), and the statistics from the rounds
 (:mod:`.stats`); each is compared with what was recorded.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import DraftError
 
 if TYPE_CHECKING:
+    from .depth import Throughput
     from .rounds import Round
     from .stats import DraftStats
     from .trace import Recorded
@@ -38,6 +41,11 @@ _NOT_DERIVED = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser of the subcommand its arguments."""
     parser.add_argument("trace", type=Path, metavar="FILE", help="the trace")
+    parser.add_argument(
+        "--depth",
+        action="store_true",
+        help="say what each number of drafts was taken to yield, at the end",
+    )
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -57,6 +65,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         differences = [*differing(recorded)]
         found += len(differences)
         print("\n".join([_title(number, recorded), *differences]))
+        if args.depth:
+            print(depths(recorded))
     print(f"replayed: {found or 'no'} difference{'' if found == 1 else 's'}")
     sys.exit(int(found > 0))
 
@@ -80,6 +90,7 @@ def differing(recorded: Recorded) -> Iterator[str]:
             yield f"verify {number}: {done.drafted} drafts do not count as drafted"
         if options.depth == "confidence" and done.confidences:
             yield from _too_deep(number, done, options.tau)
+    yield from _chosen_otherwise(recorded)
     if recorded.stats is not None:
         yield from _miscounted(recorded, max(SHOWN, options.audit))
 
@@ -131,6 +142,63 @@ def _too_deep(number: int, done: Round, tau: float) -> Iterator[str]:
             f"verify {number}: {drafts} drafts were verified, and their confidences "
             f"allow {kept} at tau={tau:g}"
         )
+
+
+def answers(recorded: Recorded, depth: Throughput) -> Iterator[list[tuple[int, str]]]:
+    """What this depth answers if it is asked and told all of it in the same order.
+
+    Yields:
+        For each verify the choices that were recorded with it: k, and why it is parked.
+    """
+    for done, asked in zip(recorded.rounds, recorded.asked, strict=True):
+        yield [(depth.choose(most), depth.parked) for most, _ in asked]
+        depth.take(done)
+
+
+def _chosen_otherwise(recorded: Recorded) -> Iterator[str]:
+    from .depth import Throughput
+
+    if recorded.known is None:
+        return
+    derived = answers(recorded, Throughput.of(recorded.known))
+    lines = zip(recorded.rounds, recorded.asked, derived, strict=True)
+    ahead: list[tuple[int, str]] = []  # the choice for a round that is yet to come
+    for number, (done, asked, answered) in enumerate(lines):
+        choices = ahead[:]
+        for (most, k), (other, parked) in zip(asked, answered, strict=True):
+            choices.append((k, parked))
+            if k != other:
+                yield f"verify {number}: k={k} chosen of {most}, and {other} derived"
+        k, parked = choices[0] if choices else (0, "")
+        ahead = [choice for choice in choices[1:] if choice[0]]
+        if done.k != k and done.rescue is None:
+            yield f"verify {number}: k={k} was chosen, and {done.k} asked for"
+        if done.parked != parked:
+            what = f"{done.parked!r} recorded, {parked!r} derived"
+            yield f"verify {number}: parked, {what}"
+
+
+def depths(recorded: Recorded) -> str:
+    """What each k was taken to yield at the end, for people."""
+    from .depth import Throughput
+    from .stats import table
+
+    if recorded.known is None:
+        return "depth: was not chosen by what yields most"
+    depth = Throughput.of(recorded.known)
+    for _ in answers(recorded, depth):
+        pass
+    most = max((most for asked in recorded.asked for most, _ in asked), default=0)
+    rounds = Counter(done.k for done in recorded.rounds if done.rescue is None)
+    head = ("", "rounds", "tokens a round", "ms a round", "tokens a second")
+    rows: list[tuple[str, ...]] = [head]
+    for at in depth.estimates(most):
+        guess = "" if at.measured else "~"
+        told = f"{at.tokens:.2f}", f"{guess}{1000 * at.seconds:.3g}", f"{at.rate:.4g}"
+        rows.append((str(at.k), str(rounds[at.k]), *told))
+    if len(rows) == 1:
+        return "depth: plain decoding was not measured yet"
+    return table("k", rows)
 
 
 def _miscounted(recorded: Recorded, keep: int) -> Iterator[str]:

@@ -223,12 +223,12 @@ class DraftStats:
         """The probe, the gaps and the profile, for people, if there are any."""
         found = []
         if self.probed:
-            found.append(_table("position", self._probe_rows()))
+            found.append(table("position", self._probe_rows()))
         if self.gaps:
-            found.append(_table("gap", self._gap_rows()))
-            found.append(_table("smallest gaps", self._smallest_rows()))
+            found.append(table("gap", self._gap_rows()))
+            found.append(table("smallest gaps", self._smallest_rows()))
         if self.profile:
-            found.append(_table("stage", self._profile_rows()))
+            found.append(table("stage", self._profile_rows()))
         return found
 
     def _probe_rows(self) -> list[tuple[str, ...]]:
@@ -472,7 +472,7 @@ def _again(found: Audited) -> str:
     return f"{found.best}, gap {found.plain:.3g}{' (differs)' * found.differs}"
 
 
-def _table(corner: str, rows: list[tuple[str, ...]]) -> str:
+def table(corner: str, rows: list[tuple[str, ...]]) -> str:
     """Rows of cells, the first of them the head, in columns."""
     rows = [(corner, *rows[0][1:]), *rows[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -3,9 +3,15 @@
 ::
 
     {"trace": 1, "drafter": "mtp", "options": {…}, "versions": {…}}
-    {"k": 3, "token": 9, "paths": [[5, 1, 7]], "targets": [5, 1, 2, 8], …}
+    {"known": {"costs": {…}, "acceptance": {…}, "credit": 1.0}}
+    {"k": 3, "token": 9, "paths": [[5, 1, 7]], …, "asked": [[3, 3], [3, 2]]}
     …
     {"stats": {…}}
+
+The second line is what the depth that yields most begins with (:mod:`.depth`); it is
+not there if depth is chosen otherwise. ``asked`` are the choices of a depth since the
+line before: how many drafts there might be, and how many were chosen. The next round
+may be drafted before this one is over, so its choice can be among them.
 
 A file may hold several generations, each from its own header on. Lines are written as
 they come about, so that a run which is killed leaves all of them but the last.
@@ -23,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from ._version import __version__
+from .depth import Depth, Throughput
 from .errors import InvalidOption
+from .options import DraftOptions
 from .rounds import Nearest, Round
 from .stats import DraftStats
 
 FORMAT = 1
+_DAMAGES = (KeyError, TypeError, ValueError, AttributeError)
 
 
 class Trace:
@@ -43,14 +52,25 @@ class Trace:
 
     def __init__(self, file: Path, header: Mapping[str, Any]) -> None:
         self._file: Path | None = file
+        self._asked: list[tuple[int, int]] = []
         names = ("mlx", "mlx-lm")
         versions = {name: importlib.metadata.version(name) for name in names}
         versions["mlx-lm-mtp"] = __version__
         _append(file, {"trace": FORMAT, **header, "versions": versions})
 
+    def begin(self, depth: Depth) -> None:
+        """Write what the depth begins with, before it is asked."""
+        if isinstance(depth, Throughput):
+            self._write({"known": depth.to_dict()})
+
+    def asked(self, most: int, k: int) -> None:
+        """Note that of `most` drafts k were chosen, for the line of the next verify."""
+        self._asked.append((most, k))
+
     def add(self, done: Round) -> None:
         """Write one verify."""
-        self._write(asdict(done))
+        self._write(asdict(done) | {"asked": self._asked})
+        self._asked = []
 
     def end(self, stats: DraftStats) -> None:
         """Write the statistics: the last line."""
@@ -99,11 +119,16 @@ class Recorded:
     Args:
         header: What was known beforehand.
         rounds: Its verifies.
+        asked: For each verify the choices of a depth that came before it was over and
+            after the one before was: how many drafts there might be, and k.
+        known: What the depth that yields most began with; None if it did not choose.
         stats: What the statistics came to; None if the run was killed before.
     """
 
     header: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
+    asked: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    known: dict[str, Any] | None = None
     stats: dict[str, Any] | None = None
 
 
@@ -126,14 +151,18 @@ def read(file: Path) -> list[Recorded]:
     found: list[Recorded] = []
     for number, line in _parsed(file, lines):
         if "trace" in line:
-            _check_format(file, line)
+            _check_header(file, number, line)
             found.append(Recorded(line))
         elif not found:
             raise _unreadable(file, number)
+        elif "known" in line:
+            found[-1].known = _known(file, number, line)
         elif "stats" in line:
             found[-1].stats = line["stats"]
         else:
-            found[-1].rounds.append(_round(file, number, line))
+            done, asked = _round(file, number, line)
+            found[-1].rounds.append(done)
+            found[-1].asked.append(asked)
     if not found:
         raise InvalidOption(
             f"{file} holds no trace; name a file that was written with --draft-trace."
@@ -153,13 +182,16 @@ def _parsed(file: Path, lines: list[str]) -> Iterator[tuple[int, dict[str, Any]]
             raise _unreadable(file, number)
 
 
-def _round(file: Path, number: int, line: dict[str, Any]) -> Round:
+def _round(
+    file: Path, number: int, line: dict[str, Any]
+) -> tuple[Round, tuple[tuple[int, int], ...]]:
     try:
         values = {name: _tuples(value) for name, value in line.items()}
+        asked = tuple((int(most), int(k)) for most, k in values.pop("asked"))
         values["nearest"] = tuple(map(_nearest, values["nearest"]))
         values["first"] = values["first"] and _nearest(values["first"])
-        return Round(**values)
-    except (TypeError, KeyError):
+        return Round(**values), asked
+    except (TypeError, KeyError, ValueError):
         raise _unreadable(file, number) from None
 
 
@@ -168,12 +200,33 @@ def _nearest(values: Any) -> Nearest:
     return Nearest(math.nan if gap is None else gap, best, second)
 
 
-def _check_format(file: Path, header: dict[str, Any]) -> None:
+def _known(file: Path, number: int, line: dict[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = line["known"]
+    try:
+        Throughput.of(known)
+    except _DAMAGES as error:
+        raise _damaged(file, number, error) from None
+    return known
+
+
+def _check_header(file: Path, number: int, header: dict[str, Any]) -> None:
     if header["trace"] != FORMAT:
         raise InvalidOption(
             f"{file} is a trace of format {header['trace']}, and this is for format "
             f"{FORMAT}; replay it with the mlx-lm-mtp that has written it."
         )
+    try:
+        DraftOptions.of(header["options"])
+        header["drafter"], header["num_draft_tokens"]
+    except _DAMAGES as error:
+        raise _damaged(file, number, error) from None
+
+
+def _damaged(file: Path, number: int, error: Exception) -> InvalidOption:
+    return InvalidOption(
+        f"{file} has a damaged header in line {number} ({type(error).__name__}: "
+        f"{error}); name a file as --draft-trace has written it."
+    )
 
 
 def _unreadable(file: Path, number: int) -> InvalidOption:
