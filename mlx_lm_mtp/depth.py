@@ -100,6 +100,12 @@ class Cost:
     samples: list[float] = field(default_factory=list)
     rounds: float = 0.0
 
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> Cost:
+        """As `asdict` has put it down."""
+        samples = [float(seconds) for seconds in known["samples"]]
+        return cls(samples, float(known["rounds"]))
+
     @property
     def seconds(self) -> float:
         """Of such a round, if there was one."""
@@ -128,13 +134,13 @@ class Costs:
         self._factors: list[float] | None = None
 
     @classmethod
-    def of(cls, known: Mapping[str, Mapping[str, float]]) -> Costs:
+    def of(cls, known: Mapping[str, Mapping[str, Any]]) -> Costs:
         """As :meth:`to_dict` has put it down."""
         costs = cls()
-        costs._known = {int(w): Cost(**_floats(cost)) for w, cost in known.items()}
+        costs._known = {int(width): Cost.of(cost) for width, cost in known.items()}
         return costs
 
-    def to_dict(self) -> dict[str, dict[str, float]]:
+    def to_dict(self) -> dict[str, dict[str, Any]]:
         """What is known, as JSON has it, but for the generation under way."""
         return {str(width): asdict(cost) for width, cost in self._known.items()}
 
