@@ -211,7 +211,7 @@ def test_a_depth_that_is_always_k_leaves_nothing_to_ask(file: Path) -> None:
 
 
 CONSTANTS = {
-    "_MARGIN": 1.3,
+    "_MARGIN": 3.0,
     "_TRIAL": 4,
     "_GUESS": 0.1,
     "_ENOUGH": 4,

@@ -167,7 +167,9 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     from .measure import Plan
 
     install()
-    options = DraftOptions.of(DraftOptions.parse(args.draft_option))
+    # Unless it is asked for otherwise, every k is measured as such.
+    given = {"depth": "fixed", **DraftOptions.parse(args.draft_option)}
+    options = DraftOptions.of(given)
     subject = _subject(args)
     ks = tuple(dict.fromkeys(args.k)) if args.k else tuple(range(args.max_k + 1))
     plan = Plan(ks, args.tokens, args.repeat, args.temp, args.seed)

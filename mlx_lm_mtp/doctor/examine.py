@@ -105,7 +105,8 @@ def _examined(plan: Plan, found: Findings) -> Iterator[Findings]:
     tallies = {hidden: Tally() for hidden in HIDDEN}
     for prompt in subject.prompts:
         for hidden, tally in tallies.items():
-            options = DraftOptions(num_draft_tokens=plan.max_k, hidden=hidden)
+            how = {"hidden": hidden, "depth": "fixed"}
+            options = DraftOptions(num_draft_tokens=plan.max_k, **how)
             said = _decode(subject, prompt, head, options, tally, plan.tokens)
             found = _with_acceptance(found, tallies)
             yield found
