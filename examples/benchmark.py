@@ -58,6 +58,7 @@ STRATEGIES: list[dict[str, Any]] = [
     {"k": 3},
     {"k": 4},
     {"k": 6},
+    {"k": 6, "depth": "throughput"},
     {"k": 6, "depth": "confidence"},
     {"k": 6, "depth": "confidence", "reads": "once"},
     {"k": 3, "rescue": 1},
@@ -170,8 +171,9 @@ def measure(
 
 
 def options_of(strategy: dict[str, Any]) -> dict[str, Any]:
-    """What of a strategy is a draft option."""
-    return {n: v for n, v in strategy.items() if n not in ("k", "draft")}
+    """What of a strategy is a draft option; k is always drafted, unless it says so."""
+    given = {n: v for n, v in strategy.items() if n not in ("k", "draft")}
+    return {"depth": "fixed", **given}
 
 
 def report(rows: list[Row], args: argparse.Namespace) -> None:
@@ -225,7 +227,9 @@ def main() -> None:
     parser.add_argument("--temp", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     args = parser.parse_args()
-    chosen = STRATEGIES if args.strategies else [{"k": k} for k in args.k]
+    every = [{"k": k} for k in args.k]
+    every.append({"k": max(args.k), "depth": "throughput"})
+    chosen = STRATEGIES if args.strategies else every
     chosen = SAMPLING if args.sampling else chosen
     chosen = DRAFTERS if args.drafters else chosen
     args.strategies = {

@@ -33,7 +33,13 @@ from .history import History
 
 
 class Judge(Protocol):
-    """The target's choice at each position of one verify of S inputs."""
+    """The target's choice at each position of one verify of S inputs.
+
+    Attributes:
+        drafts: `(P, S - 1)` drafted tokens.
+    """
+
+    drafts: mx.array
 
     def judge(self, i: int) -> None:
         """Input i is kept: choose the token that follows it.
@@ -90,6 +96,8 @@ class AtOnce:
         processors: Pure logits processors.
         history: What was fed before; the inputs kept are added to it.
         pending: Input 0, as the `(1,)` array that was chosen for it.
+        along: More arrays, evaluated with the choices: reading them then waits for
+            nothing.
     """
 
     def __init__(
@@ -100,12 +108,14 @@ class AtOnce:
         processors: Sequence[LogitsProcessor],
         history: History,
         pending: mx.array,
+        along: Sequence[mx.array] = (),
     ) -> None:
-        self._drafts = drafts
+        self.drafts = drafts
         self._sampler = sampler
         self._processors = processors
         self._history = history
         self._pending = pending
+        self._along = list(along)
         self._logits = logits
         self._thread = threading.get_ident()
         self._rows: list[mx.array] = []  # (V,) log-probabilities
@@ -125,7 +135,12 @@ class AtOnce:
     def _evaluate(self) -> None:
         self._read: tuple[list[int], list[list[int]], list[bool]] | None = None
         mx.async_eval(
-            self._chosen, self._drafts, self._rows, self._states, self._broken
+            self._chosen,
+            self.drafts,
+            self._rows,
+            self._states,
+            self._broken,
+            self._along,
         )
 
     def _follow(self, start: int) -> None:
@@ -150,9 +165,9 @@ class AtOnce:
 
     def _path(self, chosen: list[mx.array]) -> int | mx.array:
         """The first path that is right so far."""
-        if not chosen or self._drafts.shape[0] == 1:
+        if not chosen or self.drafts.shape[0] == 1:
             return 0
-        right = self._drafts[:, : len(chosen)] == mx.concatenate(chosen)[None]
+        right = self.drafts[:, : len(chosen)] == mx.concatenate(chosen)[None]
         return mx.argmax(mx.all(right, axis=1))
 
     def _choose(self, logits: mx.array, chosen: list[mx.array]) -> mx.array:
@@ -208,7 +223,7 @@ class AtOnce:
 
     def row(self, i: int) -> int:
         """See :class:`Judge`."""
-        if self._drafts.shape[0] == 1:
+        if self.drafts.shape[0] == 1:
             return 0
         chosen, drafts, _ = self._values()
         return next(p for p, path in enumerate(drafts) if path[:i] == chosen[:i])
@@ -232,9 +247,9 @@ class AtOnce:
 
     def _values(self) -> tuple[list[int], list[list[int]], list[bool]]:
         if self._read is None:
-            mx.eval(self._chosen, self._drafts, self._broken)
+            mx.eval(self._chosen, self.drafts, self._broken, self._along)
             broken = [flag.item() for flag in self._broken]
-            self._read = self._chosen.tolist(), self._drafts.tolist(), broken
+            self._read = self._chosen.tolist(), self.drafts.tolist(), broken
         return self._read
 
 
@@ -248,6 +263,8 @@ class OneByOne:
         processors: Logits processors, called in order.
         history: What was fed before; the inputs kept are added to it.
         pending: Input 0, as the `(1,)` array that was chosen for it.
+        along: More arrays, evaluated with the choices: reading them then waits for
+            nothing.
     """
 
     def __init__(
@@ -258,13 +275,15 @@ class OneByOne:
         processors: Sequence[LogitsProcessor],
         history: History,
         pending: mx.array,
+        along: Sequence[mx.array] = (),
     ) -> None:
         self._logits = logits
-        self._drafts = drafts
+        self.drafts = drafts
         self._sampler = sampler
         self._processors = processors
         self._history = history
         self._fed = [pending]
+        self._along = list(along)
         self._logprobs: list[mx.array] = []
         self._broken: list[mx.array] = []
         self._draft_ids: list[list[int]] | None = None
@@ -288,7 +307,7 @@ class OneByOne:
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         broken = is_broken(logprobs)
         chosen = self._sampler(logprobs)
-        mx.async_eval(chosen, logprobs, self._drafts, broken)
+        mx.async_eval(chosen, logprobs, self.drafts, broken, self._along)
         self._broken.append(broken)
         self._fed.append(chosen)
         self._logprobs.append(logprobs.squeeze(0))
@@ -303,21 +322,21 @@ class OneByOne:
 
     def accepts(self, i: int) -> bool:
         """See :class:`Judge`."""
-        if i >= self._drafts.shape[1] or self.broken(i):
+        if i >= self.drafts.shape[1] or self.broken(i):
             return False
         chosen = [self.token(j) for j in range(i + 1)]
         return any(path[: i + 1] == chosen for path in self._paths())
 
     def row(self, i: int) -> int:
         """See :class:`Judge`."""
-        if self._drafts.shape[0] == 1:
+        if self.drafts.shape[0] == 1:
             return 0
         chosen = [self.token(j) for j in range(i)]
         return next(p for p, path in enumerate(self._paths()) if path[:i] == chosen)
 
     def _paths(self) -> list[list[int]]:
         if self._draft_ids is None:
-            self._draft_ids = self._drafts.tolist()
+            self._draft_ids = self.drafts.tolist()
         return self._draft_ids
 
     def chosen(self, i: int) -> mx.array:

@@ -55,6 +55,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(group.size() > 1 for group in groups if hasattr(group, "size"))
 
 
+def pipeline_ranks(model: nn.Module) -> int:
+    """Among how many processes the layers of a model are divided, whole ones each."""
+    return getattr(text_model(model), "pipeline_size", 1)
+
+
 def _first(owner: Any, names: tuple[str, ...]) -> Any:
     found = (getattr(owner, name, None) for name in names)
     return next((m for m in found if isinstance(m, nn.Module)), None)

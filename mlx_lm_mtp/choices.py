@@ -46,3 +46,15 @@ def in_turn(
             logits = mx.put_along_axis(logits, found[-1], lowest, axis=-1)
         found.append(choose(logits)[..., None])
     return mx.concatenate(found, axis=-1) if n > 1 else found[0]
+
+
+def two_best(logprobs: mx.array) -> tuple[mx.array, mx.array]:
+    """The two likeliest tokens of `(..., V)` rows, and how far apart they are.
+
+    Returns:
+        `(..., 2)` tokens, the likelier first, of equal ones the lower id, as argmax
+        has it; and the `(...)` gaps, in nats, float32.
+    """
+    tokens = in_turn(logprobs, 2, lambda rows: mx.argmax(rows, axis=-1))
+    values = mx.take_along_axis(logprobs, tokens, axis=-1).astype(mx.float32)
+    return tokens, values[..., 0] - values[..., 1]

@@ -45,6 +45,8 @@ _COMMANDS = {
     "doctor": (".doctor.command", "what a model's MTP head is, and whether it pays"),
     "extract": (".extract", "put the MTP head of a checkpoint beside a conversion"),
     "bench": (".bench.command", "stock and drafts, side by side"),
+    "compare": (".compare.command", "are the tokens stock's, and if not, why"),
+    "replay": (".replay", "a trace of --draft-trace, looked at without the model"),
 }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from .rounds import Round
+
 _ENOUGH = 64  # drafted tokens; a head that fits has had dozens accepted by then
 
 
@@ -24,12 +26,12 @@ class FutileWatch:
         self._suspicion = getattr(drafter, "suspicion", None)
         self._drafted = 0
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add a round; warns with a RuntimeWarning when there have been too many."""
-        if self._suspicion is None:
+    def count(self, verified: Round) -> None:
+        """Add a verify; warns with a RuntimeWarning when there have been too many."""
+        if self._suspicion is None or verified.rescue is not None:
             return
-        self._drafted += drafted
-        if accepted:
+        self._drafted += verified.drafted
+        if verified.accepted:
             self._suspicion = None
         elif self._drafted >= _ENOUGH:
             warnings.warn(

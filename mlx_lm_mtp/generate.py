@@ -19,8 +19,10 @@ the drafter can go back should the caller stop among them.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -34,22 +36,27 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from . import tree
 from .accept import AtOnce, Judge, OneByOne
+from .audit import Audit
 from .carry import Around, Carried
-from .drafters.base import Branch, Drafter, Proposal, Rewinding, gives, hidden_for
+from .certificate import NO_FORM, Certificate
+from .depth import Depth
+from .drafters.base import Branch, Drafter, Proposal, hidden_for
+from .drafting import Drafting, depth_for
 from .errors import TakeBack
 from .futile import FutileWatch
+from .gaps import SHOWN
 from .history import History
-from .noise import SharedNoise
+from .nearness import Nearness
 from .options import DraftOptions
-from .profile import Stopwatch
-from .propose import Proposer
+from .profile import Lap, Stopwatch
 from .purity import is_pure
 from .regime import Marks, Regime
-from .state.limits import width_limit
+from .rounds import Nearest, Round
 from .state.recurrence import Recurrence
 from .state.verified import Verified
 from .stats import Tally
 from .target import Forward, Target
+from .trace import Trace
 from .verify import Verifier
 
 Step = tuple[int, mx.array, bool]
@@ -60,25 +67,34 @@ _CLEAR_EVERY = 256  # tokens between two clearings of MLX's buffer cache, as in 
 class Pending(NamedTuple):
     """A token that was chosen and not fed yet."""
 
-    token: int
-    array: mx.array  # (1,), the same on the device
+    judge: Judge
+    position: int  # of the input behind which it was chosen
+    array: mx.array  # (1,)
     logprobs: mx.array  # (V,), what it was chosen from
     error: Exception | None  # why it cannot be fed
+    nearness: Nearness | None  # of the verify that it was chosen in, if somebody looks
+
+    @property
+    def token(self) -> int:
+        """The same on the host, which waits for it."""
+        return self.judge.token(self.position)
+
+    @property
+    def nearest(self) -> Nearest | None:
+        """How near to a tie it was."""
+        if self.nearness is None:
+            return None
+        return self.nearness.behind(self.judge.row(self.position), self.position)
 
 
 class Leg(NamedTuple):
-    """What was kept of one verify."""
+    """What to verify behind the pending token."""
 
-    inputs: mx.array  # (1, n)
-    hidden: mx.array | None  # (1, n, H), the target's at each of them
-
-
-class Ahead(NamedTuple):
-    """A round that was drafted before the one before it was yielded to its end."""
-
-    proposal: Proposal
-    kept: int  # inputs of that one, as the drafter was shown them
-    yielded: int = 0
+    drafts: mx.array  # (P, k')
+    source: Proposal | Branch  # where they come from
+    k: int  # drafts that were asked for
+    undrafted: str = ""  # why none could be
+    parked: str = ""  # why none were, although they could be
 
 
 def draft_generate_step(
@@ -103,6 +119,8 @@ def draft_generate_step(
     quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     around: Around | None = None,
+    trace: Trace | None = None,
+    depth: Depth | None = None,
 ) -> Generator[Step, None, None]:
     """Stock's `generate_step` with drafts: the same tokens, fewer forwards.
 
@@ -122,6 +140,9 @@ def draft_generate_step(
         kv_group_size, quantized_kv_start, prompt_progress_callback:
             As in stock's `generate_step`.
         around: What is known around the prompt.
+        trace: Is told every verify.
+        depth: Decides how many tokens each round drafts; by default as the option of
+            that name says.
         prompt_cache: As in stock's; a drafter that has caches of its own puts them
             behind the model's, and finds them there the next time.
 
@@ -152,9 +173,11 @@ def draft_generate_step(
         on_tokens=on_tokens,
         eos_token_ids=eos_token_ids,
         regime=Regime(thinking),
+        depth=depth or depth_for(model, drafter, options),
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
+        trace=trace,
     )
     step_size = options.prefill_step_size or prefill_step_size
     around = around or Around()
@@ -163,6 +186,12 @@ def draft_generate_step(
 
 class _Loop:
     """One generation: the target, the drafter, the caches, and the pending token."""
+
+    pending: Pending
+    ended = finalised = False
+    nearness: Nearness | None = None  # of the latest verify, if somebody looks
+    certificate: Certificate | None = None
+    audit: Audit | None = None
 
     def __init__(
         self,
@@ -176,16 +205,14 @@ class _Loop:
         on_tokens: OnTokens | None,
         eos_token_ids: Collection[int],
         regime: Regime,
+        depth: Depth,
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
+        trace: Trace | None,
     ) -> None:
         self.target = target
-        self.drafter = drafter
         self.history = History(kept=bool(processors))
-        shared = options.draft_sampling == "shared"
-        self.noise = SharedNoise(drafter, shared, sampler, processors, self.history)
-        self.propose = Proposer(drafter, options, self.noise)
         self.carried = carried
         self.caches = carried.caches
         self.stream = stream
@@ -194,28 +221,47 @@ class _Loop:
         self.on_tokens = on_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
         self.regime = regime
-        self.watch = FutileWatch(drafter)
         self.sampler = sampler
         self.processors = processors
-        # What is chosen greedily stays so, whatever the caller draws or seeds.
-        self.goes_ahead = (
-            sampler is greedy_sampler
-            and not processors
-            and not options.rescue
-            and options.paths == 1
-            and options.depth == "fixed"  # else drafting waits, and the caller would
-            and "rewind" in gives(drafter)
-        )
         self.judges_at_once = all(map(is_pure, (sampler, *processors)))
         self.quantize = quantize
         self.timed = Stopwatch(
             stats.time if options.profile else stats.time_host, waits=options.profile
         )
-        self.verifier = Verifier(target, self.caches, options.verify, stats, self.timed)
-        self.pending: Pending
-        self.unobserved: list[Leg] = []
-        self.ahead: Ahead | None = None
-        self.ended = False
+        self.verifier = self._verifier()
+        self.drafting = Drafting(
+            drafter, options, sampler, processors, self.history, stream, self.timed
+        )
+        self.depth = depth
+        self.looks = options.gaps or options.audit > 0 or trace is not None
+        self.told: list[Callable[[Round], None]] = [
+            functools.partial(stats.count, keep=max(SHOWN, options.audit)),
+            FutileWatch(drafter).count,
+            depth.take,
+        ]
+        self.trace = trace
+        if trace is not None:
+            trace.begin(depth)
+            self.told.append(trace.add)
+        self.work = Lap()
+
+    def _verifier(self) -> Verifier:
+        """What verifies as the options say, exactly with a certificate."""
+        options, (start, _, bits) = self.options, self.quantize
+        if options.exactness == "exact" and options.verify == "batch":
+            note = self.stats.note_form
+            self.certificate = Certificate(self.target, self.caches, note=note)
+        form = (self.certificate.form,) if self.certificate else ()
+        return Verifier(
+            self.target,
+            self.caches,
+            options.verify,
+            self.stats,
+            self.timed,
+            *form,
+            quantized_kv_start=None if bits is None else start,
+            raises=bool(self.processors) or not self.judges_at_once,
+        )
 
     def run(
         self,
@@ -274,25 +320,31 @@ class _Loop:
         with mx.stream(self.stream):
             hidden = self.target(chunk[None], self.caches).hidden
             self._quantize()
-            self.drafter.prefill(chunk[None], hidden)
+            self.drafting.prefill(chunk[None], hidden)
             mx.eval([cache.state for cache in self.caches])
             self.history.add(chunk)
         mx.clear_cache()
 
     def _prefill_last(self, token: mx.array) -> None:
         with mx.stream(self.stream):
+            if self.options.audit:
+                self.audit = Audit(self.target, self.caches, token, self._quantized)
             forward = self.verifier.first(token[None])
-            judge = self._judge(forward.logits, _no_drafts(), token)
+            none = Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+            along = self._along(forward.logits, none)
+            judge = self._judge(forward.logits, none.tokens, token, along)
             self._quantize()
             judge.judge(0)
             judge.settle(1)
             self.history.prompt = self.history.length
-            self.drafter.prefill(token[None], forward.hidden)
+            self.drafting.prefill(token[None], forward.hidden)
             self.pending = self._chosen(judge, 0)
+        mx.eval(self.pending.array)
+        self.work.lap()
 
     def _echo(self, token: int, logprobs: mx.array) -> Generator[Step, None, None]:
         """Yield the last token of the prompt, as a round of its own."""
-        self.stats.count(0, 0, self.regime.now)
+        self._tell(Round(regime=self.regime.now, token=token, paths=((),)))
         yield token, logprobs, False
         stopped = self.on_tokens is not None and self.on_tokens([token])
         self.ended = bool(stopped) or token in self.eos_token_ids
@@ -302,6 +354,8 @@ class _Loop:
     def rounds(self, max_tokens: int) -> Generator[Step, None, None]:
         """Round after round until `max_tokens` are yielded (never, if negative)."""
         yielded = 0
+        if self.audit is not None:
+            self.told.append(self.audit.add)
         while yielded != max_tokens and not self.ended:
             before = yielded
             tokens = yield from self._round(max_tokens - yielded)
@@ -315,62 +369,69 @@ class _Loop:
         """Yield x and what is accepted behind it; returns these tokens."""
         if self.pending.error is not None:
             raise self.pending.error
-        if self.ahead is not None:
-            proposal, self.ahead = self.ahead.proposal, None
-        else:
-            width, reason = self._width(budget)
-            if reason:
-                self.stats.count_undrafted(reason)
-            proposal = self._draft(width - 1)
-        side_by_side = self.options.paths > 1  # else branches wait for a rescue
-        rows = tree.rows(proposal) if side_by_side else proposal.tokens
-        tokens = yield from self._leg(rows, proposal, budget)
-        branch = self._rescue(proposal, len(tokens), budget)
+        leg = self._drafted(budget)
+        tokens = yield from self._leg(leg, budget)
+        rest = budget - len(tokens)
+        branch = self._rescue(leg.source, len(tokens), budget)
         if branch is not None:
-            width, _ = self._width(budget - len(tokens))
-            rest = branch.rest[:, : width - 1]
-            tokens += yield from self._leg(rest, branch, budget - len(tokens))
-        self._observe()
+            k, _ = self._most(rest)
+            tokens += yield from self._leg(Leg(branch.rest[:, :k], branch, k), rest)
         return tokens
 
-    def _leg(
-        self, drafts: mx.array, source: Proposal | Branch, budget: int
-    ) -> Generator[Step, None, list[int]]:
-        """Verify x and `(P, k')` drafts; yield x and each accepted draft."""
+    def _drafted(self, budget: int) -> Leg:
+        """What the round begins with."""
+        reason, parked, ahead = "", "", self.drafting.ahead()
+        if ahead is not None:
+            proposal, k = ahead.proposal, ahead.k
+        else:
+            most, reason = self._most(budget)
+            k, parked = self._chosen_depth(most)
+            proposal = self._draft(k)
+        side_by_side = self.options.paths > 1  # else branches wait for a rescue
+        rows = tree.rows(proposal) if side_by_side else proposal.tokens
+        return Leg(rows, proposal, k, reason, parked)
+
+    def _leg(self, leg: Leg, budget: int) -> Generator[Step, None, list[int]]:
+        """Verify x and the drafts; yield x and each accepted draft."""
         with mx.stream(self.stream), self.timed("verify") as wait:
-            inputs = self._inputs(drafts)
-            forward, verified = self.verifier(inputs)
+            forward, verified = self.verifier(self._inputs(leg.drafts))
             wait(forward.logits)
         tokens: list[int] = []
-        judge, more = None, True
-        token, logprobs = self.pending.token, self.pending.logprobs
+        judge, more, seconds = None, True, None
+        pending = self.pending
         try:
             with mx.stream(self.stream):
-                judge = self._judge(forward.logits, drafts, self.pending.array)
+                along = self._along(forward.logits, leg.source)
+                judge = self._judge(forward.logits, leg.drafts, pending.array, along)
+            # Not before: what draws no drafts on it need not wait for it, as in stock.
+            token, logprobs = self._read(), pending.logprobs
             while more:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
                 tokens.append(token)
                 try:
-                    yield token, logprobs, len(tokens) > 1
+                    with self.work.paused():
+                        yield token, logprobs, len(tokens) > 1
                 except TakeBack:
                     tokens.pop()
                     raise
                 with self.timed("accept"):
-                    more = self._goes_on(judge, tokens)
+                    more = self._goes_on(judge, leg.drafts, tokens)
+                if more:
                     token = judge.token(len(tokens) - 1)
-                logprobs = judge.logprobs(len(tokens) - 1)
-                if more and len(tokens) == 1 and self.goes_ahead:
+                    logprobs = judge.logprobs(len(tokens) - 1)
+                if more and len(tokens) == 1 and self.drafting.goes_ahead:
+                    seconds = self.work.lap()
                     self._go_ahead(judge, tokens, forward, budget)
         finally:
             row = judge.row(len(tokens) - 1) if tokens else 0
             self._commit(verified, len(tokens), row)
-            if tokens:  # of a leg that was stopped, only what was seen counts
-                stopped = more or self.ended
-                seen = len(tokens) - 1 if stopped else drafts.shape[1]
-                self._count(source, judge, seen, len(tokens) - 1)
+            if tokens:
+                seconds = self.work.lap() if seconds is None else seconds
+                done = self._over(leg, judge, len(tokens), more, seconds)
+                self._tell(self._detailed(done, leg, judge, pending))
                 judge.settle(len(tokens))
-                self._keep(tokens, forward.hidden, row)
+                self.drafting.keep(tokens, forward.hidden, row)
                 self.regime.follow(tokens)
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, len(tokens) - 1)
@@ -390,63 +451,67 @@ class _Loop:
         accepted = judge.choices()[: kept - 1]
         ends = not self.eos_token_ids.isdisjoint(accepted)
         fed = forward.logits.shape[1]
-        width, _ = self._width(budget - kept, taken_back=fed - kept)
-        if ends or kept == budget or width == 1:  # there is nothing to draft
+        most, _ = self._most(budget - kept, taken_back=fed - kept)
+        if ends or kept == budget or most == 0:  # there is nothing to draft
             return
-        self._keep([*tokens, *accepted], forward.hidden, 0)
-        self._observe()
+        k, parked = self._chosen_depth(most)
+        if parked:
+            return
+        self.drafting.keep([*tokens, *accepted], forward.hidden, 0)
         with mx.stream(self.stream):
             self.pending = self._chosen(judge, kept - 1)
-        proposal = self._draft(width - 1)
-        self.ahead = Ahead(proposal, kept)
+        self.drafting.go_ahead(self._draft(k), k, kept)
 
     def _draft(self, k: int) -> Proposal:
-        """Up to k drafts, and what goes with them."""
+        """Up to k drafts behind the pending token."""
         if k == 0:
-            return Proposal(_no_drafts())
-        with mx.stream(self.stream), self.timed("draft") as wait:
-            vocabulary = self.pending.logprobs.shape[-1]
-            proposal = self.propose(_known([self.pending.token]), k, vocabulary)
-            # The device drafts while the verify graph is built.
-            mx.async_eval(proposal.tokens, [b.token for b in proposal.branches])
-            wait(proposal.tokens)
-        return proposal
+            return Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+        return self.drafting.draft(self._read(), self.pending.logprobs.shape[-1], k)
 
     def _inputs(self, drafts: mx.array) -> mx.array:
         """`(P, 1 + k')`: the pending token and the drafts."""
+        if not drafts.shape[1]:
+            return self.pending.array[None]
         x = mx.repeat(self.pending.array[None], drafts.shape[0], axis=0)
         return mx.concatenate([x, drafts.astype(x.dtype)], axis=1)
 
-    def _width(self, budget: int, *, taken_back: int = 0) -> tuple[int, str]:
-        """Inputs of a leg: x, and as many drafts as may be kept; and why it is alone.
-
-        Inputs that will be taken back from the caches do not count.
-        """
-        width = self.options.num_draft_tokens + 1
+    def _most(self, budget: int, *, taken_back: int = 0) -> tuple[int, str]:
+        """Drafts of a leg, as many as may be kept; and why there are none."""
+        k = self.options.num_draft_tokens
         if budget > 0:
-            width = min(width, budget)
-        start, _, bits = self.quantize
-        one_forward = self.options.verify == "batch"
-        limit, reason = width_limit(
-            self.caches,
-            quantized_kv_start=None if bits is None else start,
-            one_forward=one_forward,
-            taken_back=taken_back,
-        )
-        if one_forward and self.verifier.one_row:
-            limit, reason = 1, self.verifier.one_row
-        if limit is None:
-            return width, ""
-        return min(width, limit), reason if limit == 1 < width else ""
+            k = min(k, budget - 1)
+        limit, reason = self.verifier.limit(taken_back)
+        allowed = k if limit is None else min(k, limit - 1)
+        if self.certificate is not None and allowed > 0:
+            held = self.certificate.widest(self.options.paths, allowed + 1) - 1
+            allowed, reason = held, reason if held == allowed else NO_FORM
+        return allowed, reason if allowed == 0 < k else ""
 
-    def _judge(self, logits: mx.array, drafts: mx.array, x: mx.array) -> Judge:
+    def _chosen_depth(self, most: int) -> tuple[int, str]:
+        """Drafts of a round, of so many that it may have; and why it is parked."""
+        if most == 0:
+            return 0, ""
+        k = self.depth.choose(most)
+        if self.trace is not None:
+            self.trace.asked(most, k)
+        return k, "" if k else self.depth.parked
+
+    def _judge(
+        self,
+        logits: mx.array,
+        drafts: mx.array,
+        x: mx.array,
+        along: Sequence[mx.array],
+    ) -> Judge:
         judge = AtOnce if self.judges_at_once else OneByOne
-        return judge(logits, drafts, self.sampler, self.processors, self.history, x)
+        chooses = (self.sampler, self.processors, self.history)
+        return judge(logits, drafts, *chooses, x, along)
 
-    def _goes_on(self, judge: Judge, tokens: list[int]) -> bool:
+    def _goes_on(self, judge: Judge, drafts: mx.array, tokens: list[int]) -> bool:
         """Whether the next draft is accepted; notes an end of the text."""
         self.ended = tokens[-1] in self.eos_token_ids
-        return not self.ended and judge.accepts(len(tokens) - 1)
+        drafted = len(tokens) <= drafts.shape[1]
+        return drafted and not self.ended and judge.accepts(len(tokens) - 1)
 
     def _commit(self, verified: Verified, kept: int, row: int) -> None:
         """Caches as plain decoding has them after `kept` inputs."""
@@ -462,75 +527,95 @@ class _Loop:
             return None
         return tree.rescue(proposal, kept - 1, self.pending.token)
 
-    def _keep(self, tokens: Sequence[int], hidden: mx.array | None, row: int) -> None:
-        """Note the inputs of one path that are kept down for the drafter."""
-        n = len(tokens)
-        if self.ahead is not None:  # it knows them already
-            self.ahead = self.ahead._replace(yielded=n)
-            return
-        with mx.stream(self.stream):
-            kept = None if hidden is None else hidden[row : row + 1, :n]
-            self.unobserved.append(Leg(_known(tokens), kept))
-
-    def _observe(self) -> None:
-        """Show the drafter the inputs that were kept."""
-        legs, self.unobserved = self.unobserved, []
-        if not legs:
-            return
-        with mx.stream(self.stream), self.timed("observe"):
-            hidden = [leg.hidden for leg in legs if leg.hidden is not None]
-            self.drafter.observe(
-                mx.concatenate([leg.inputs for leg in legs], axis=1),
-                mx.concatenate(hidden, axis=1) if hidden else None,
-            )
-
     def _chosen(self, judge: Judge, i: int) -> Pending:
         """What the judge chose behind input i: the next round begins with it."""
         error = self.history.nothing_to_choose() if judge.broken(i) else None
-        return Pending(judge.token(i), judge.chosen(i), judge.logprobs(i), error)
+        logprobs = judge.logprobs(i)
+        return Pending(judge, i, judge.chosen(i), logprobs, error, self.nearness)
 
-    def _count(
-        self, source: Proposal | Branch, judge: Judge, drafted: int, accepted: int
-    ) -> None:
+    def _read(self) -> int:
+        with self.timed("accept"):
+            return self.pending.token
+
+    def _over(
+        self, leg: Leg, judge: Judge, kept: int, stopped: bool, seconds: float
+    ) -> Round:
+        """The record of a leg; of one that was stopped, only what was seen counts."""
+        stopped = stopped or self.ended
+        drafted = kept - 1 if stopped else leg.drafts.shape[1]
+        source = leg.source
+        known = Round(leg.k, drafted, kept - 1, stopped=stopped, seconds=seconds)
         if isinstance(source, Branch):
-            self.stats.count_rescue(source.position, drafted, accepted)
-            return
-        self.stats.count(drafted, accepted, self.regime.now, source.origins)
-        self.watch.count(drafted, accepted)
-        if drafted and self.noise.unguided:
-            self.stats.count_unguided(self.noise.unguided)
-        if source.candidates is not None:
-            choices = source.candidates[0].tolist()
-            for i, token in enumerate(judge.choices()[:drafted]):
-                self.stats.count_probe(i, choices[i], token)
+            return replace(known, rescue=source.position)
+        listed = source.candidates
+        choices = [] if listed is None else judge.choices()[:drafted]
+        probed = () if listed is None else map(tuple, listed[0].tolist())
+        return replace(
+            known,
+            regime=self.regime.now,
+            undrafted=leg.undrafted,
+            parked=leg.parked,
+            unguided=self.drafting.unguided if drafted else "",
+            origins=source.origins,
+            probed=tuple(zip(probed, choices, strict=False)),
+        )
+
+    def _along(self, logits: mx.array, source: Proposal | Branch) -> list[mx.array]:
+        """What is to be read with the choices of a verify, if somebody looks."""
+        if not self.looks:
+            return []
+        self.nearness = Nearness(logits)
+        confidence = source.confidence if isinstance(source, Proposal) else None
+        return [*self.nearness.arrays, *([] if confidence is None else [confidence])]
+
+    def _detailed(self, done: Round, leg: Leg, judge: Judge, pending: Pending) -> Round:
+        """The record with its tokens, if somebody looks."""
+        if self.nearness is None:
+            return done
+        targets = tuple(judge.choices())  # waits; all else was computed along with it
+        confidence = None if isinstance(leg.source, Branch) else leg.source.confidence
+        return replace(
+            done,
+            token=pending.token,
+            paths=tuple(map(tuple, leg.drafts.tolist())),
+            confidences=() if confidence is None else tuple(confidence[0].tolist()),
+            targets=targets,
+            nearest=self.nearness.along(judge.row(done.accepted)),
+            first=pending.nearest,
+        )
+
+    def _tell(self, record: Round) -> None:
+        for consumer in self.told:
+            consumer(record)
 
     def _quantize(self) -> None:
+        self._quantized(self.caches)
+        if self.quantize[2] is not None:
+            self.carried.update()
+
+    def _quantized(self, caches: list[Any]) -> None:
         start, group_size, bits = self.quantize
         if bits is not None:
-            maybe_quantize_kv_cache(self.caches, start, group_size, bits)
-            self.carried.update()
+            maybe_quantize_kv_cache(caches, start, group_size, bits)
 
     # --- stop ---------------------------------------------------------------------
 
     def finalise(self) -> None:
         """Show the drafter the rest, and carry what it has seen to the next call."""
-        self._observe()
+        self.drafting.observe()
         with mx.stream(self.stream), self.timed("finalise"):
-            if self.ahead is not None:
-                assert isinstance(self.drafter, Rewinding)
-                self.drafter.rewind(self.ahead.kept - self.ahead.yielded)
+            self.drafting.rewind()
             self.carried.end()
+        self.finalised = True
 
     def close(self, prompt: int, seconds: float) -> None:
         """Note what is known only at the end: after `prompt` tokens and `seconds`."""
         resident = self.carried.resident or prompt + self.stats.tokens
         self.stats.note(resident_tokens=resident, seconds=self.stats.seconds + seconds)
-
-
-def _known(tokens: Sequence[int]) -> mx.array:
-    """`(1, n)` tokens for the drafter, who can read them without waiting."""
-    return mx.array([tokens], dtype=mx.uint32)
-
-
-def _no_drafts() -> mx.array:
-    return mx.zeros((1, 0), dtype=mx.uint32)
+        if self.audit is not None and self.finalised:
+            with mx.stream(self.stream):
+                smallest = self.stats.smallest_gaps[: self.options.audit]
+                audited = self.audit.run(smallest, self.stats.tokens)
+            self.stats.note(audited=audited)
+        if self.trace is not None:
+            self.trace.end(self.stats.stats)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +83,16 @@ def uninstall() -> None:
         # Modules that were imported since have copied the name: look for the object.
         for owner, name in list(_holders(ours)):
             setattr(owner, name, stock)
+
+
+@contextmanager
+def uninstalled() -> Iterator[None]:
+    """Stock as it is without this package, while the context lasts."""
+    uninstall()
+    try:
+        yield
+    finally:
+        install()
 
 
 def patch(module: ModuleType) -> None:

@@ -17,8 +17,10 @@ class DraftOptions:
 
     Args:
         num_draft_tokens: The most tokens drafted in a round (k); 0 is plain decoding.
-        depth: ``fixed`` drafts k tokens every round; ``confidence`` drafts on while
-            the drafter's confidence in its last token is at least `tau`.
+        depth: ``throughput`` drafts, up to k, as many tokens as yield the most tokens
+            a second, measured on the way, and none where drafting does not pay;
+            ``fixed`` drafts k tokens every round; ``confidence`` drafts on while the
+            drafter's confidence in its last token is at least `tau`.
         tau: That least confidence, a probability.
         reads: How ``depth=confidence`` reads confidences: ``each`` waits for every
             draft before it goes on; ``once`` drafts k tokens and cuts them.
@@ -35,10 +37,18 @@ class DraftOptions:
             prompt; 0 is all.
         probe: For each draft position, count how often the target's token was among
             the drafter's best 1, 2, … `probe` choices; 0 does not.
+        gaps: For each token, note how far the target's two likeliest tokens are apart.
+        audit: Afterwards decode so many of the smallest gaps again, token by token,
+            and count those that would have differed; 0 does not. It costs what plain
+            decoding of the text costs, and a copy of the caches behind the prompt.
         profile: Measure the seconds spent in each stage. What a stage computes is
             then waited for, which is slower.
         verify: ``batch`` feeds the pending token and all drafts in one forward;
             ``step`` feeds them one by one with a snapshot before each.
+        exactness: ``exact`` verifies in a form that was measured to give the bits of
+            decoding on this device, the cheapest there is, and only as many tokens as
+            one holds for; ``fast`` always verifies in one plain forward, after which
+            tokens can differ from plain decoding's where two are nearly tied.
         capture: How a rejected draft is taken back from a gated-delta layer:
             ``states`` stores the state after every token of a verify, ``replay``
             computes it anew after a rejection, ``auto`` takes what costs less on
@@ -62,7 +72,9 @@ class DraftOptions:
 
     num_draft_tokens: int = 3
     depth: str = option(
-        "fixed", choices=("fixed", "confidence"), help="how many tokens are drafted"
+        "throughput",
+        choices=("throughput", "fixed", "confidence"),
+        help="how many tokens are drafted",
     )
     tau: float = option(
         0.4, least=0, most=1, help="confidence below which drafting ends"
@@ -91,9 +103,18 @@ class DraftOptions:
     probe: int = option(
         0, least=0, help="best choices among which tokens are looked for"
     )
+    gaps: bool = option(False, help="note how near to ties tokens are")
+    audit: int = option(
+        0, least=0, help="smallest gaps that are decoded again, token by token"
+    )
     profile: bool = option(False, help="measure the seconds of each stage")
     verify: str = option(
         "batch", choices=("batch", "step"), help="how drafts are verified"
+    )
+    exactness: str = option(
+        "exact",
+        choices=("exact", "fast"),
+        help="whether verifying must have the bits of decoding",
     )
     capture: str = option(
         "auto",
@@ -161,6 +182,11 @@ class DraftOptions:
             f"{name}={str(value).lower()}"
             for name, value in (changed | dict(self.of_drafters)).items()
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of them as :meth:`of` takes them, k and those of drafters included."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | dict(values.pop("of_drafters"))
 
     def of_drafter(self, name: str) -> dict[str, Any]:
         """The options of the drafter of that name, without it before theirs."""

@@ -68,3 +68,28 @@ class Stopwatch:
 
 def _wait_for_nothing(*arrays: Any) -> None:
     """What a stage that is not timed does with its arrays."""
+
+
+class Lap:
+    """Seconds of work from one moment to the next, without those of the caller."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._worked = 0.0
+        self._since = now()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in the context is not work."""
+        self._worked += self._now() - self._since
+        try:
+            yield
+        finally:
+            self._since = self._now()
+
+    def lap(self) -> float:
+        """Seconds of work since the last call."""
+        now = self._now()
+        worked = self._worked + now - self._since
+        self._worked, self._since = 0.0, now
+        return worked

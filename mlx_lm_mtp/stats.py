@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+from . import gaps
+from .gaps import Audited, Gap
+from .rounds import Round
+
+NONE = "none"  # in the place of a form, where none holds
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class DraftStats:
         tokens: Tokens yielded.
         drafted: Draft position (from 0) -> rounds that drafted so far.
         accepted: Draft position -> rounds that accepted it.
+        rounds_by_k: Drafts asked for -> rounds that asked for so many.
+        parked: Reason -> rounds that drafted nothing, although they could.
         accept_histogram: Number of accepted drafts -> rounds that accepted so many.
         origin_drafted, origin_accepted: Drafter -> tokens, where several of them draft
             the tokens of a round.
@@ -46,6 +53,14 @@ class DraftStats:
         regime_rounds, regime_drafted, regime_accepted: ``thinking`` or ``answer`` ->
             rounds, drafts and accepted drafts there (by the token that the round
             begins with); empty if the model does not think.
+        gaps: Bin -> tokens whose two likeliest were so far apart (see :mod:`.gaps`);
+            empty unless the option ``gaps`` is on, as with ``audit`` or a trace.
+        smallest_gaps: The smallest of them, the smallest first.
+        audited: Those of them that were decoded again by one-token forwards.
+        exactness: ``exact`` if verifying had the bits of decoding, as was measured, or
+            ``fast`` if near-ties may have been decided otherwise.
+        forms: Inputs verified at once, ``4`` or ``2x4`` for two paths -> the form that
+            has the bits of decoding, or ``none``; as far as they were asked for.
         recurrence: What computed the gated-delta layers, ``stock`` or ``CUDA kernel``;
             empty if there are none.
         capture: How their states were taken back in the latest verify of a new width,
@@ -71,6 +86,8 @@ class DraftStats:
     tokens: int = 0
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    rounds_by_k: Counter[int] = field(default_factory=Counter)
+    parked: Counter[str] = field(default_factory=Counter)
     accept_histogram: Counter[int] = field(default_factory=Counter)
     origin_drafted: Counter[str] = field(default_factory=Counter)
     origin_accepted: Counter[str] = field(default_factory=Counter)
@@ -86,6 +103,11 @@ class DraftStats:
     regime_rounds: Counter[str] = field(default_factory=Counter)
     regime_drafted: Counter[str] = field(default_factory=Counter)
     regime_accepted: Counter[str] = field(default_factory=Counter)
+    gaps: Counter[int] = field(default_factory=Counter)
+    smallest_gaps: tuple[Gap, ...] = ()
+    audited: tuple[Audited, ...] = ()
+    exactness: str = "exact"
+    forms: dict[str, str] = field(default_factory=dict)
     recurrence: str = ""
     capture: str = ""
     capture_fault: str = ""
@@ -124,6 +146,12 @@ class DraftStats:
         return self.verifies - self.replays
 
     @property
+    def share_by_k(self) -> list[float]:
+        """For each k from 0 on, the share of rounds that asked for so many drafts."""
+        ks = range(1 + max(self.rounds_by_k, default=-1))
+        return [_ratio(self.rounds_by_k[k], self.rounds) for k in ks]
+
+    @property
     def acceptance_by_regime(self) -> dict[str, float]:
         """Accepted / drafted while thinking and while answering, where it did both
         or may have."""
@@ -151,6 +179,11 @@ class DraftStats:
         ]
 
     @property
+    def audit_differences(self) -> int:
+        """How many of the audited tokens plain decoding would have chosen otherwise."""
+        return sum(found.differs for found in self.audited)
+
+    @property
     def tokens_per_second(self) -> float:
         """Over the whole generation."""
         return _ratio(self.tokens, self.seconds)
@@ -168,6 +201,7 @@ class DraftStats:
         named = {name: dict(getattr(self, name)) for name in _NAMED}
         rates = {name: getattr(self, name) for name in _RATES}
         del counts["covered"]  # is in the rates, as `coverage`
+        counts["gaps"] = {gaps.bin_name(i): n for i, n in sorted(self.gaps.items())}
         return counts | named | rates
 
     def summary(self) -> str:
@@ -181,23 +215,44 @@ class DraftStats:
         return (
             f"{head}, {self.mean_acceptance_length:.2f} tokens a round, "
             f"{self.acceptance_rate:.1%} accepted (by position: {positions})"
-            f"{self._origins()}{self._regimes()}{self._rescues()}{self._replays()}"
-            f"{self._why()}"
+            f"{self._depths()}{self._origins()}{self._regimes()}{self._rescues()}"
+            f"{self._replays()}{self._why()}"
         )
 
     def tables(self) -> list[str]:
-        """The probe and the profile, for people, if there are any."""
+        """The probe, the gaps and the profile, for people, if there are any."""
         found = []
         if self.probed:
-            found.append(_table("position", self._probe_rows()))
+            found.append(table("position", self._probe_rows()))
+        if self.gaps:
+            found.append(table("gap", self._gap_rows()))
+            found.append(table("smallest gaps", self._smallest_rows()))
         if self.profile:
-            found.append(_table("stage", self._profile_rows()))
+            found.append(table("stage", self._profile_rows()))
         return found
 
     def _probe_rows(self) -> list[tuple[str, ...]]:
         rows = [("", *(f"top {n + 1}" for n in range(len(self.coverage[0]))), "rounds")]
         for d, rates in enumerate(self.coverage):
             rows.append((str(d + 1), *(f"{r:.1%}" for r in rates), str(self.probed[d])))
+        return rows
+
+    def _gap_rows(self) -> list[tuple[str, ...]]:
+        rows, tokens = [("", "tokens", "share")], self.gaps.total()
+        for i, n in sorted(self.gaps.items()):
+            rows.append((gaps.bin_name(i), str(n), f"{_ratio(n, tokens):.1%}"))
+        return [*rows]
+
+    def _smallest_rows(self) -> list[tuple[str, ...]]:
+        audited = {found.gap: found for found in self.audited}
+        head = ("", "position", "best", "second")
+        rows: list[tuple[str, ...]] = [(*head, "decoded again") if audited else head]
+        for gap in self.smallest_gaps:
+            row = (f"{gap.gap:.3g}", *map(str, gap[1:]))
+            if audited:
+                again = audited.get(gap)
+                row += ("" if again is None else _again(again),)
+            rows.append(row)
         return rows
 
     def _profile_rows(self) -> list[tuple[str, ...]]:
@@ -211,6 +266,13 @@ class DraftStats:
         without = self.tokens_per_second_without_replay
         rows.append(("… without replay", f"{without:.1f}", ""))
         return rows
+
+    def _depths(self) -> str:
+        """How many tokens were drafted, if it was not always k."""
+        shares = {k: share for k, share in enumerate(self.share_by_k) if share}
+        if len(shares) < 2 or not self.parked:
+            return ""
+        return ", k in rounds: " + ", ".join(f"{k} {s:.0%}" for k, s in shares.items())
 
     def _origins(self) -> str:
         rates = self.acceptance_by_origin.items()
@@ -236,10 +298,12 @@ class DraftStats:
 
     def _why(self) -> str:
         reasons = [f"{n} rounds without drafts: {r}" for r, n in self.undrafted.items()]
+        reasons += [f"{n} rounds parked: {r}" for r, n in self.parked.items()]
         for reason, n in self.unguided.items():
             reasons.append(
                 f"{n} rounds drafted by its own first choices, since {reason}"
             )
+        reasons += self._inexact()
         if self.capture_fault:
             reasons.append(f"states are replayed, for {self.capture_fault}")
         if self.unseen_tokens:
@@ -247,6 +311,13 @@ class DraftStats:
                 f"the drafter has not seen {self.unseen_tokens} cached tokens"
             )
         return "".join(f"; {reason}" for reason in reasons)
+
+    def _inexact(self) -> list[str]:
+        """What is not plain about how verifying was computed."""
+        if self.exactness == "fast":
+            return ["verified fast, so near-ties may be decided otherwise"]
+        unusual = {f for f in self.forms.values() if f not in ("batched", "none")}
+        return [f"verified exactly, with {form}" for form in sorted(unusual)]
 
 
 class Tally:
@@ -279,6 +350,11 @@ class Tally:
         """Put fields of :class:`DraftStats` to these values."""
         self._changed().update(vars(DraftStats(**(self._values | known))))
 
+    def note_form(self, paths: int, width: int, form: str) -> None:
+        """Put down the form in which so many inputs have the bits of decoding."""
+        rows = f"{paths}x{width}" if paths > 1 else f"{width}"
+        self._changed()["forms"][rows] = form
+
     def time(self, stage: str, seconds: float) -> None:
         """Add seconds to a stage of the profile."""
         self._changed()["profile"][stage] += seconds
@@ -287,50 +363,56 @@ class Tally:
         """Add seconds of the host to a stage."""
         self._changed()["host_seconds"][stage] += seconds
 
-    def count(
-        self,
-        drafted: int,
-        accepted: int,
-        regime: str = "",
-        origins: Sequence[str] = (),
-    ) -> None:
-        """Add one round that drafted and accepted so many tokens in this regime."""
+    def count(self, verified: Round, keep: int = gaps.SHOWN) -> None:
+        """Add what one verify came to.
+
+        Args:
+            verified: That verify.
+            keep: Smallest gaps to keep.
+        """
+        if found := gaps.gaps_of(verified, self._values["tokens"]):
+            values = self._changed()
+            values["gaps"].update(gaps.histogram(gap.gap for gap in found))
+            known = values["smallest_gaps"]
+            values["smallest_gaps"] = gaps.smallest([*known, *found], keep)
+        if verified.rescue is None:
+            self._count(verified)
+        else:
+            self._count_rescue(verified, verified.rescue)
+
+    def _count(self, begun: Round) -> None:
+        drafted, accepted = begun.drafted, begun.accepted
         self._add(rounds=1, verifies=1, tokens=1 + accepted)
         values = self._changed()
-        if regime:
-            values["regime_rounds"][regime] += 1
-            values["regime_drafted"][regime] += drafted
-            values["regime_accepted"][regime] += accepted
-        values["origin_drafted"].update(origins[:drafted])
-        values["origin_accepted"].update(origins[:accepted])
+        if begun.regime:
+            values["regime_rounds"][begun.regime] += 1
+            values["regime_drafted"][begun.regime] += drafted
+            values["regime_accepted"][begun.regime] += accepted
+        if begun.undrafted:
+            values["undrafted"][begun.undrafted] += 1
+        if begun.parked:
+            values["parked"][begun.parked] += 1
+        values["rounds_by_k"][begun.k] += 1
+        if begun.unguided:
+            values["unguided"][begun.unguided] += 1
+        values["origin_drafted"].update(begun.origins[:drafted])
+        values["origin_accepted"].update(begun.origins[:accepted])
         values["drafted"].update(range(drafted))
         values["accepted"].update(range(accepted))
         values["accept_histogram"][accepted] += 1
+        for position, (choices, token) in enumerate(begun.probed):
+            values["probed"][position] += 1
+            for n in range(1, len(choices) + 1):
+                values["covered"][position, n] += token in choices[:n]
 
-    def count_rescue(self, position: int, drafted: int, accepted: int) -> None:
-        """Add the second verify of a round, from a second choice at `position`."""
-        self._add(verifies=1, tokens=1 + accepted)
-        self._add(rescue_drafted=drafted, rescue_accepted=accepted)
+    def _count_rescue(self, second: Round, position: int) -> None:
+        self._add(verifies=1, tokens=1 + second.accepted)
+        self._add(rescue_drafted=second.drafted, rescue_accepted=second.accepted)
         self._changed()["rescues"][position] += 1
-
-    def count_probe(self, position: int, choices: list[int], token: int) -> None:
-        """Add the drafter's choices, best first, and what the target chose there."""
-        values = self._changed()
-        values["probed"][position] += 1
-        for n in range(1, len(choices) + 1):
-            values["covered"][position, n] += token in choices[:n]
 
     def count_replay(self, tokens: int) -> None:
         """Add a verify whose kept tokens were fed once more."""
         self._add(replays=1, replayed_tokens=tokens)
-
-    def count_undrafted(self, reason: str) -> None:
-        """Add a round that could not draft."""
-        self._changed()["undrafted"][reason] += 1
-
-    def count_unguided(self, reason: str) -> None:
-        """Add a round whose drafts were not chosen as the target chooses."""
-        self._changed()["unguided"][reason] += 1
 
     def _add(self, **counts: int) -> None:
         for name, n in counts.items():
@@ -344,6 +426,7 @@ class Tally:
 
 _NAMED = (
     "undrafted",
+    "parked",
     "unguided",
     "origin_drafted",
     "origin_accepted",
@@ -362,6 +445,8 @@ _RATES = (
     "verifies_per_token",
     "direct_commits",
     "coverage",
+    "audit_differences",
+    "share_by_k",
     "tokens_per_second",
     "tokens_per_second_without_replay",
 )
@@ -372,13 +457,22 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Gap | Audited):
+        return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, Counter):
         last = max((i for i in value if isinstance(i, int)), default=-1)
         return [value[i] for i in range(last + 1)]
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
-def _table(corner: str, rows: list[tuple[str, ...]]) -> str:
+def _again(found: Audited) -> str:
+    """What decoding a token again has shown, for people."""
+    return f"{found.best}, gap {found.plain:.3g}{' (differs)' * found.differs}"
+
+
+def table(corner: str, rows: list[tuple[str, ...]]) -> str:
     """Rows of cells, the first of them the head, in columns."""
     rows = [(corner, *rows[0][1:]), *rows[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

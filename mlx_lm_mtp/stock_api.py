@@ -13,17 +13,20 @@ import inspect
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidOption, TakeBack
 from .options import DraftOptions
 from .regime import Marks
+from .rounds import Round
 from .stats import Tally
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from .drafters.base import Drafter
+    from .trace import Trace
 
 _STREAM_DOC = """
     Added by mlx-lm-mtp (keyword arguments):
@@ -31,6 +34,8 @@ _STREAM_DOC = """
           tokens stay those of plain decoding. Default: ``None``.
         num_draft_tokens (int): Drafts a round; 0 is plain decoding. Default: ``3``.
         draft_options (DraftOptions or dict, optional): How to draft and verify.
+        draft_trace (str or Path, optional): A file to which every verify is appended
+          as a line of JSON, to be replayed without the model.
         draft_stats (Tally, optional): Filled while generating; every response
           carries what it has come to, a ``DraftStats``, as ``draft_stats``.
     """
@@ -47,6 +52,7 @@ class DraftRequest:
         options: How to draft and verify.
         stats: Filled while generating.
         thinking: The tokens that begin and end thinking, if the model thinks.
+        trace: Is told every verify.
         kept: Arguments that stock would drop.
     """
 
@@ -54,6 +60,7 @@ class DraftRequest:
     options: DraftOptions
     stats: Tally
     thinking: Marks | None = None
+    trace: Trace | None = None
     kept: dict[str, Any] = field(default_factory=dict)
     _steps: Generator[Any, None, None] | None = None
 
@@ -73,6 +80,7 @@ class DraftRequest:
                 options=self.options,
                 stats=self.stats,
                 thinking=self.thinking,
+                trace=self.trace,
                 **kwargs,
             )
         return self._steps
@@ -100,11 +108,16 @@ def _plain(
     steps = generate_step(prompt, model, *stream, **kwargs)
     try:
         for token, logprobs in _computed(steps, request):
-            stats.count(0, 0)
+            done = Round(token=token, paths=((),))
+            stats.count(done)
+            if request.trace is not None:
+                request.trace.add(done)
             yield token, logprobs, False
     finally:
         steps.close()
         stats.note(seconds=time.perf_counter() - started)
+        if request.trace is not None:
+            request.trace.end(stats.stats)
 
 
 def _computed(steps: Generator[Any, None, None], request: DraftRequest) -> Any:
@@ -182,23 +195,29 @@ def stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         draft: str | Drafter | None = None,
         draft_options: DraftOptions | Mapping[str, Any] | None = None,
         draft_stats: Tally | None = None,
+        draft_trace: str | Path | None = None,
         **kwargs: Any,
     ) -> Any:
         if draft is None:
-            _check_unused(draft_options=draft_options, draft_stats=draft_stats)
+            _check_unused(
+                draft_options=draft_options,
+                draft_stats=draft_stats,
+                draft_trace=draft_trace,
+            )
             return stock(model, tokenizer, prompt, *args, **kwargs)
         arguments = _by_name(stock, model, tokenizer, prompt, *args, **kwargs)
         options = DraftOptions.of(
             draft_options, arguments.pop("num_draft_tokens", None)
         )
         _check_no_embeddings(arguments)
+        trace = _traced(draft_trace, draft, options, model)
         from .build import resolve
 
         drafter = resolve(
             draft, model, tokenizer, options, arguments.pop("draft_model", None)
         )
         stats = _named(draft_stats, draft, options)
-        request = DraftRequest(drafter, options, stats, _thinking(tokenizer))
+        request = DraftRequest(drafter, options, stats, _thinking(tokenizer), trace)
         request.kept = {k: arguments.pop(k) for k in _DROPPED if k in arguments}
         return _responses(stock(**arguments | {"draft_model": request}), request)
 
@@ -239,7 +258,7 @@ def batch_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for name in ("draft", "draft_options", "draft_stats"):
+        for name in ("draft", "draft_options", "draft_stats", "draft_trace"):
             if kwargs.pop(name, None) is not None:
                 raise InvalidOption(
                     f"{name} cannot be given to batch_generate, which decodes all "
@@ -308,6 +327,26 @@ def _named(stats: Tally | None, draft: Any, options: DraftOptions) -> Tally:
         drafter=draft if isinstance(draft, str) else str(draft.name),
         num_draft_tokens=options.num_draft_tokens,
         verify=options.verify,
+        exactness=options.exactness,
         strategy=options.unusual,
     )
     return stats
+
+
+def _traced(
+    file: str | Path | None, draft: Any, options: DraftOptions, model: nn.Module
+) -> Trace | None:
+    """The trace that a generation is to write, if it is."""
+    if file is None:
+        return None
+    from .origin import path_of
+    from .trace import Trace
+
+    path = path_of(model)
+    header = {
+        "model": None if path is None else str(path),
+        "drafter": str(getattr(draft, "name", draft)),
+        "num_draft_tokens": options.num_draft_tokens,
+        "options": options.to_dict(),
+    }
+    return Trace(Path(file), header)

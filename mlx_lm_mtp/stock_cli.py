@@ -37,6 +37,7 @@ def requested() -> dict[str, Any]:
         "draft": args.draft,
         "draft_options": options_of(args),
         "num_draft_tokens": args.num_draft_tokens,
+        "draft_trace": getattr(args, "draft_trace", None),
     }
 
 
@@ -180,12 +181,24 @@ def add_arguments(
         help=f"An option of drafting, may be repeated. {DraftOptions.describe()}.",
     )
     if statistics:
-        group.add_argument(
-            "--draft-stats",
-            metavar="FILE",
-            type=Path,
-            help="Write the statistics of drafting to this file, as JSON.",
-        )
+        _add_files(group)
+
+
+def _add_files(group: Any) -> None:
+    """What one generation, or one conversation, can fill."""
+    group.add_argument(
+        "--draft-stats",
+        metavar="FILE",
+        type=Path,
+        help="Write the statistics of drafting to this file, as JSON.",
+    )
+    group.add_argument(
+        "--draft-trace",
+        metavar="FILE",
+        type=Path,
+        help="Write every verify to this file, a line of JSON each, as it comes "
+        "about; `mlx_lm_mtp replay` looks at it without the model.",
+    )
 
 
 def _helping(group: Any, format_help: Callable[[], str]) -> Callable[[], str]:
@@ -235,8 +248,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.draft is None:
         if args.draft_option:
             raise InvalidOption("--draft-option is of no use without --mtp or --draft.")
-        if getattr(args, "draft_stats", None):
-            raise InvalidOption("--draft-stats is of no use without --mtp or --draft.")
+        for name in ("stats", "trace"):
+            if getattr(args, f"draft_{name}", None):
+                raise InvalidOption(
+                    f"--draft-{name} is of no use without --mtp or --draft."
+                )
         return
     file = getattr(args, "draft_stats", None)
     if file and not file.absolute().parent.is_dir():
@@ -244,6 +260,10 @@ def _check(args: argparse.Namespace) -> None:
             f"--draft-stats {file} is in a folder that does not exist; "
             "make it, or name another file."
         )
+    if getattr(args, "draft_trace", None):
+        from .trace import begin
+
+        begin(args.draft_trace)
     if getattr(args, "draft_model", None) is not None:
         _check_draft_model(args)
     if getattr(args, "batch_size", 1) > 1:

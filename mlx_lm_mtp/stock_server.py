@@ -271,7 +271,7 @@ def _shown(asked: Asked) -> bool:
 
 def _line(asked: Asked) -> str:
     if not asked.stats.drafted:
-        return f"Draft: none, {asked.reason or 'nothing was drafted'}"
+        return f"Draft: none, {asked.why or 'nothing was drafted'}"
     stats = asked.stats
     host = ", ".join(f"{stage} {s:.2f}" for stage, s in stats.host_seconds.items() if s)
     batched = f", and {asked.batched} in a batch" if asked.batched else ""

@@ -20,6 +20,7 @@ from .anatomy import final_norm, text_model
 from .errors import DrafterError
 from .origin import ByModel
 from .state.capture import see_through
+from .state.forms import Form, computed
 from .state.recurrence import Recurrence, current
 from .state.rowwise import attentions_by_row, rowwise
 from .wrapping import wrap
@@ -51,6 +52,7 @@ class Target:
             does.
 
     Attributes:
+        recurrence: As given.
         one_row: Why it can be fed one token at a time only; empty if it need not.
 
     Raises:
@@ -64,7 +66,7 @@ class Target:
         recurrence: Recurrence | None = None,
     ) -> None:
         self.model = model
-        self._recurrence = recurrence or current()
+        self.recurrence = recurrence or current()
         see_through()
         self._hidden = hidden
         self._norm = None if hidden is None else _final_norm(model)
@@ -75,13 +77,15 @@ class Target:
         self.one_row = ONE_ROW if quantized and mx.default_device() == mx.cpu else ""
 
     def __call__(
-        self, tokens: mx.array, caches: Sequence[Any], *, verify: bool = False
+        self, tokens: mx.array, caches: Sequence[Any], *, form: Form | None = None
     ) -> Forward:
-        """Feed `(1, S)` tokens; with `verify`, in the arithmetic of decoding."""
+        """Feed `(P, S)` tokens; with a form, in the arithmetic of decoding."""
         with ExitStack() as stack:
-            if verify and self._by_row and tokens.shape[1] > 1:
-                stack.enter_context(rowwise(self._by_row))
-            stack.enter_context(self._recurrence())
+            if form is not None and tokens.size > 1:
+                stack.enter_context(computed(form, *tokens.shape))
+                if self._by_row and tokens.shape[1] > 1:
+                    stack.enter_context(rowwise(self._by_row))
+            stack.enter_context(self.recurrence())
             tap = stack.enter_context(_tapped(self._norm))
             logits = self.model(tokens, cache=caches)
             return Forward(logits, getattr(tap, self._hidden) if self._hidden else None)

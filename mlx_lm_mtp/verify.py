@@ -6,14 +6,15 @@ each, the conservative form that needs nothing but one-token forwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from .profile import Stopwatch
 from .state.capture import Recording
-from .state.limits import unknown_arithmetic
+from .state.forms import BATCHED, Form
+from .state.limits import unknown_arithmetic, width_limit
 from .state.paths import SideBySide, StandIns
 from .state.snapshot import Snapshot
 from .state.verified import (
@@ -37,6 +38,11 @@ class Verifier:
         mode: ``batch`` or ``step``.
         stats: Replays are counted here.
         timed: Times snapshots and replays.
+        form: Gives the form in which P paths of S inputs are verified, or None if no
+            form of one forward will do; by default everything is batched.
+        quantized_kv_start: Tokens behind which the caches are quantised, if ever.
+        raises: Whether choosing may raise, so that a single input, too, may have to be
+            taken back.
 
     Attributes:
         one_row: Why inputs are to be fed one by one; empty if they need not.
@@ -49,12 +55,19 @@ class Verifier:
         mode: str,
         stats: Tally,
         timed: Stopwatch,
+        form: Callable[[int, int], Form | None] = lambda paths, width: BATCHED,
+        *,
+        quantized_kv_start: int | None = None,
+        raises: bool = True,
     ) -> None:
         self.target = target
         self.caches = caches
         self._mode = mode
         self._stats = stats
         self._timed = timed
+        self._form = form
+        self._quantized_kv_start = quantized_kv_start
+        self._raises = raises
         self._committable = False
         self.one_row = target.one_row
 
@@ -68,26 +81,46 @@ class Verifier:
         )
         return forward
 
+    def limit(self, taken_back: int = 0) -> tuple[int | None, str]:
+        """How many inputs may be fed, and why not more; None is no limit.
+
+        Args:
+            taken_back: Inputs that the caches hold now, and will not hold then.
+        """
+        if self._mode == "batch" and self.one_row:
+            return 1, self.one_row
+        return width_limit(
+            self.caches,
+            quantized_kv_start=self._quantized_kv_start,
+            one_forward=self._mode == "batch",
+            taken_back=taken_back,
+        )
+
     def __call__(self, tokens: mx.array) -> tuple[Forward, Verified]:
         """Feed `(P, S)` tokens, P paths; a prefix of one can be kept after that."""
         if tokens.shape[0] > 1:
             return self._side_by_side(tokens)
         if tokens.shape[1] > 1 and self._mode == "step":
             return self._step(tokens)
+        alone = tokens.shape[1] == 1
+        if alone and not (self._committable and self._raises):
+            return self.target(tokens, self.caches), Verified(self.caches, 1)
         if self._committable:
             return self._capture(tokens)
-        if tokens.shape[1] == 1:
-            return self.target(tokens, self.caches), Verified(self.caches, 1)
         return self._snapshot(tokens)
+
+    def _fed(self, tokens: mx.array, caches: list[Any]) -> Forward:
+        """One forward in the form for so many inputs."""
+        return self.target(tokens, caches, form=self._form(*tokens.shape) or BATCHED)
 
     def _capture(self, tokens: mx.array) -> tuple[Forward, Verified]:
         with Recording() as recording:
-            forward = self.target(tokens, self.caches, verify=True)
+            forward = self._fed(tokens, self.caches)
         return forward, captured(self.caches, tokens.shape[1], recording)
 
     def _snapshot(self, tokens: mx.array) -> tuple[Forward, Verified]:
         before = self._light_snapshot()
-        forward = self.target(tokens, self.caches, verify=True)
+        forward = self._fed(tokens, self.caches)
 
         def replay(n: int) -> None:
             self._replay(tokens[:, :n])
@@ -98,7 +131,7 @@ class Verifier:
         paths, width = tokens.shape
         stand_ins = StandIns(self.caches, paths)
         with Recording() as recording:
-            forward = self.target(tokens, stand_ins.caches, verify=True)
+            forward = self._fed(tokens, stand_ins.caches)
 
         def feed(n: int, row: int) -> None:
             self._replay(tokens[row : row + 1, :n])
@@ -109,7 +142,7 @@ class Verifier:
         """Feed tokens once more; nobody reads the logits."""
         self._stats.count_replay(tokens.shape[1])
         with self._timed("replay") as wait:
-            wait(self.target(tokens, self.caches, verify=True).logits)
+            wait(self._fed(tokens, self.caches).logits)
 
     def _light_snapshot(self) -> list[Snapshot | None]:
         with self._timed("snapshot"):

@@ -25,6 +25,7 @@ from mlx_lm_mtp.drafters.base import Drafter, hidden_for
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.heads.head import MTPHead
 from mlx_lm_mtp.options import DraftOptions
+from mlx_lm_mtp.state.forms import BATCHED
 from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target
 from mlx_lm_mtp.testing.oracle import drafted, result_differences
@@ -239,7 +240,7 @@ def _new(model: nn.Module) -> list[Any]:
 
 def feed(model: nn.Module, tokens: Sequence[int], caches: list[Any]) -> mx.array:
     """One forward of the tokens; `(1, T, V)` logits."""
-    return Target(model)(mx.array([list(tokens)]), caches, verify=True).logits
+    return Target(model)(mx.array([list(tokens)]), caches, form=BATCHED).logits
 
 
 @functools.lru_cache(maxsize=1024)
@@ -280,7 +281,7 @@ def tree_differences(
     ours = after_prompt(spec)
     mlx_lm_mtp.tile_caches(ours, len(paths))
     mlx_lm_mtp.begin_speculative_checkpoints(ours)
-    Target(model_of(spec))(mx.array(paths), ours, verify=True)
+    Target(model_of(spec))(mx.array(paths), ours, form=BATCHED)
     if not mlx_lm_mtp.commit_tree_row(ours, len(paths[0]), n, row):
         return ["result: not committed"]
     return cache_differences(ours, stock_after(spec, PROMPT + tuple(paths[row][:n])))

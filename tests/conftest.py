@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,27 @@ settings.register_profile("dev", max_examples=10, **_SHARED)
 settings.register_profile("nightly", max_examples=500, **_SHARED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+# What is measured on this machine is kept there, and the user's own is left alone.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mlx-lm-mtp-")
+
 # Bit-equality is promised on the CPU, wherever the tests run.
 mx.set_default_device(mx.cpu)
+
+
+@pytest.fixture(autouse=True)
+def fixed_depth(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds draft k tokens, so that they can be counted, whatever seconds they take.
+
+    Tests that are marked `throughput`, and all other processes, have the default.
+    """
+    from mlx_lm_mtp import drafting
+    from mlx_lm_mtp.depth import Fixed
+
+    if request.node.get_closest_marker("throughput") is None:
+        monkeypatch.setattr(drafting, "Throughput", lambda known: Fixed())
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 import mlx_lm_mtp
-from mlx_lm_mtp import generate, random_state, tree
+from mlx_lm_mtp import random_state, tree, verify
 from mlx_lm_mtp.accept import AtOnce, OneByOne, log_probabilities
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.drafting import Drafting
 from mlx_lm_mtp.generate import _Loop
 from mlx_lm_mtp.state import capture, commit, paths, snapshot, verified
 from mlx_lm_mtp.state.capture import LayerRecord
@@ -107,7 +108,7 @@ def _first_row(stock: Any) -> Any:
 
 tree_keeps_the_first_row = replaced(mlx_lm_mtp, "commit_tree_row", _first_row)
 no_limit_of_the_width = replaced(
-    generate, "width_limit", lambda stock: lambda *args, **kwargs: (None, "")
+    verify, "width_limit", lambda stock: lambda *args, **kwargs: (None, "")
 )
 
 # --- the drafter's own cache ----------------------------------------------------------
@@ -144,7 +145,7 @@ drafter_loses_the_last_pair = replaced(MTPDrafter, "observe", _observe_losing_la
 
 
 def _accepts_any(stock: Any) -> Any:
-    return lambda self, i: i < self._drafts.shape[-1]
+    return lambda self, i: i < self.drafts.shape[-1]
 
 
 wrong_drafts_accepted = replaced(AtOnce, "accepts", _accepts_any)
@@ -152,13 +153,13 @@ wrong_drafts_accepted_one_by_one = replaced(OneByOne, "accepts", _accepts_any)
 last_draft_never_accepted = replaced(
     AtOnce,
     "accepts",
-    lambda stock: lambda self, i: i + 1 < self._drafts.shape[-1] and stock(self, i),
+    lambda stock: lambda self, i: i + 1 < self.drafts.shape[-1] and stock(self, i),
 )
 
 
 def _chosen_without_bonus(stock: Any) -> Any:
     def chosen(self: _Loop, judge: Any, i: int) -> Any:
-        bonus = 0 < i == judge._drafts.shape[-1]
+        bonus = 0 < i == judge.drafts.shape[-1]
         return stock(self, judge, i - bonus)
 
     return chosen
@@ -204,8 +205,8 @@ all_positions_sampled_in_one_draw = replaced(AtOnce, "_follow", _sample_in_one_d
 def _draw_anew(stock: Any) -> Any:
     def choose(self: AtOnce, logits: mx.array, chosen: list[mx.array]) -> mx.array:
         token = stock(self, logits, chosen)
-        if len(chosen) < self._drafts.shape[1]:
-            draft, anew = self._drafts[0, len(chosen)], self._sampler(logits)
+        if len(chosen) < self.drafts.shape[1]:
+            draft, anew = self.drafts[0, len(chosen)], self._sampler(logits)
             token = mx.where(token == draft, token, anew)
         return token
 
@@ -252,7 +253,7 @@ def _judge_all_at_once(stock: Any) -> Any:
     def _judge_draft(self: OneByOne, j: int) -> None:
         chosen = self._fed[j]
         if j > 0:
-            self._fed[j] = self._drafts[0, j - 1 : j]
+            self._fed[j] = self.drafts[0, j - 1 : j]
         stock(self, j)
         self._fed[j] = chosen
         self.histories.append(self._history.tokens)  # type: ignore[attr-defined]
@@ -354,11 +355,11 @@ rescued_by_any_branch = replaced(tree, "rescue", _any_branch)
 
 
 def _observe_last_leg(stock: Any) -> Any:
-    def observe(self: _Loop) -> None:
-        self.unobserved = self.unobserved[-1:]
+    def observe(self: Drafting) -> None:
+        self._unobserved = self._unobserved[-1:]
         stock(self)
 
     return observe
 
 
-drafter_sees_the_rescue_alone = replaced(_Loop, "_observe", _observe_last_leg)
+drafter_sees_the_rescue_alone = replaced(Drafting, "observe", _observe_last_leg)

@@ -75,7 +75,12 @@ class Server:
 def server(
     log: Path, *options: Any, plugin: bool = True, model: Path = BUNDLED
 ) -> Iterator[Server]:
-    """A server that runs as long as the context."""
+    """A server that runs as long as the context.
+
+    Drafts are counted, so it drafts k tokens a round unless the options say otherwise.
+    """
+    if "--mtp" in options and not any("depth=" in str(word) for word in options):
+        options = (*options, "--draft-option", "depth=fixed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -162,8 +162,8 @@ def test_every_verify_is_timed_behind_the_same_context(
 ) -> None:
     verify, seen = costs._verify, []
 
-    def noted(target: Any, tokens: mx.array, caches: list[Any]) -> float:
-        seconds = verify(target, tokens, caches)
+    def noted(target: Any, tokens: mx.array, caches: list[Any], form: Any) -> float:
+        seconds = verify(target, tokens, caches, form)
         seen.append((max(c.offset for c in caches if hasattr(c, "offset")), tokens))
         return seconds
 
@@ -284,7 +284,7 @@ def test_the_bundled_checkpoint(bench: Bench, tmp_path: Path) -> None:
     arguments = (BUNDLED, "--prompts", file, "--tokens", 8, "--repeat", 1, "--k", 2)
     code, out, err = bench(*arguments, "--plot", png)
     assert (code, err) == (0, "")
-    assert "- Drafts: mtp\n" in out and "| `class Node:` " in out
+    assert "- Drafts: mtp; depth=fixed\n" in out and "| `class Node:` " in out
     assert "| 0 of 2 " in out
     signature, _, kind, width, height = struct.unpack(
         ">8s I4sII", png.read_bytes()[:24]

@@ -41,6 +41,7 @@ from tiny import HYBRIDS, VOCAB, WITH_EXPERTS, Spec
 
 import mlx_lm_mtp
 from mlx_lm_mtp.state import capture, commit
+from mlx_lm_mtp.state.forms import BATCHED
 from mlx_lm_mtp.state.recurrence import Recurrence
 from mlx_lm_mtp.target import Target
 
@@ -577,7 +578,7 @@ def test_paths_give_the_logits_of_each_alone(spec: Spec) -> None:
     tiled = after_prompt(spec)
     mlx_lm_mtp.tile_caches(tiled, len(PATHS))
     mlx_lm_mtp.begin_speculative_checkpoints(tiled)
-    logits = Target(model_of(spec))(mx.array(PATHS), tiled, verify=True).logits
+    logits = Target(model_of(spec))(mx.array(PATHS), tiled, form=BATCHED).logits
     for row, path in enumerate(PATHS):
         alone = after_prompt(spec)
         mlx_lm_mtp.begin_speculative_checkpoints(alone)
@@ -587,7 +588,7 @@ def test_paths_give_the_logits_of_each_alone(spec: Spec) -> None:
 def test_a_tree_that_was_not_recorded_is_left_as_it_is() -> None:
     caches = after_prompt(HYBRID)
     mlx_lm_mtp.tile_caches(caches, len(PATHS))
-    Target(model_of(HYBRID))(mx.array(PATHS), caches, verify=True)
+    Target(model_of(HYBRID))(mx.array(PATHS), caches, form=BATCHED)
     before = copy.deepcopy(caches)
     assert not mlx_lm_mtp.commit_tree_row(caches, WIDTH, 3, 1)
     assert differences(caches, before) == []
@@ -679,7 +680,7 @@ def test_a_row_that_is_not_there_is_refused(row: int) -> None:
     caches = after_prompt(HYBRID)
     mlx_lm_mtp.tile_caches(caches, len(PATHS))
     mlx_lm_mtp.begin_speculative_checkpoints(caches)
-    Target(model_of(HYBRID))(mx.array(PATHS), caches, verify=True)
+    Target(model_of(HYBRID))(mx.array(PATHS), caches, form=BATCHED)
     with pytest.raises(ValueError, match="row"):
         mlx_lm_mtp.commit_tree_row(caches, WIDTH, 3, row)
 

@@ -122,7 +122,10 @@ def test_without_mtp_nothing_of_ours_is_said_or_loaded(
         (("--mtp", "--draft-option", "verify"), "takes name=value, got 'verify'"),
         (("--mtp", "--draft-option", "verify=x"), "verify is 'x'; choose one of"),
         (("--mtp", "--draft-option", "deep=3"), "unknown draft option 'deep'"),
-        (("--mtp", "--draft-option", "depth=3"), "depth is '3'; choose one of: fixed"),
+        (
+            ("--mtp", "--draft-option", "depth=3"),
+            "depth is '3'; choose one of: throughput, fixed",
+        ),
         (("--mtp", "--draft-option", "tau=2"), "tau is 2.0; give a number of at least"),
         (("--mtp", "--draft-option", "paths=x"), "paths is 'x'; give an integer of"),
         (("--mtp", "--draft-option", "profile=1"), "profile is '1'; give True or"),

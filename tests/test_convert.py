@@ -84,9 +84,10 @@ def accepted(path: Path, source: Path | None = None, prompts: int = 4) -> float:
     model, tokenizer = mlx_lm.load(str(path))
     drafter = MTPDrafter(head_of(model, source))
     counts = [0, 0]
+    how = {"num_draft_tokens": 1, "draft_options": {"depth": "fixed"}}
     for prompt in PROMPTS[:prompts]:
         for response in mlx_lm.stream_generate(
-            model, tokenizer, prompt, draft=drafter, num_draft_tokens=1, max_tokens=64
+            model, tokenizer, prompt, draft=drafter, max_tokens=64, **how
         ):
             stats = response.draft_stats
         counts = [counts[0] + stats.accepted[0], counts[1] + stats.drafted[0]]

@@ -117,10 +117,8 @@ def test_the_bundled_checkpoint(doctor: Doctor, tmp_path: Path) -> None:
     assert post[0] > 0.8 and post[0] >= pre[0] - 0.05
     assert found["hidden"] == "post_norm"
     assert set(found["verify"]) == set(found["exact"]) == {str(w) for w in range(1, 9)}
-    assert all(found["exact"].values())
-    assert (
-        line(out, "exact") == "forwards of 1 to 8 tokens give the bits of single ones"
-    )
+    assert set(found["exact"].values()) == {"batched"}
+    assert line(out, "exact") == "batched for 1 to 8 tokens"
     assert found["draft"] > 0 and found["capture"] == "states"
     assert found["self_check"] == "passed" and found["undrafted"] == {}
     assert line(out, "gated delta").endswith("by states; self-check: passed")
@@ -272,8 +270,7 @@ def test_a_window_that_is_full_is_no_fault(doctor: Doctor, tmp_path: Path) -> No
     code, out, err = doctor(path, "--tokens", 8, "--max-k", 2, "--prompt", long)
     assert (code, err) == (DOES_NOT_PAY, "")
     assert line(out, "exact") == (
-        "forwards of 1 to 1 tokens give the bits of single ones; drafting makes no "
-        "wider ones here"
+        "batched for 1 tokens; drafting makes no wider ones here"
     )
     # Of 8 tokens; the last round has no room for drafts anyway.
     assert line(out, "not drafted") == "7 rounds, since a rotating cache is full"
@@ -354,7 +351,7 @@ GOOD = Findings(
     drafted=60,
     verify=VERIFY,
     draft=0.1,
-    exact=dict.fromkeys(VERIFY, True),
+    exact=dict.fromkeys(VERIFY, "batched"),
 )
 
 
@@ -414,10 +411,10 @@ def test_nothing_drafted_is_not_called_broken() -> None:
 
 
 def test_widths_that_drafting_does_not_make_are_no_fault() -> None:
-    narrow = dataclasses.replace(GOOD, exact={1: True, 2: True, 3: None})
+    narrow = dataclasses.replace(GOOD, exact={1: "batched", 2: "batched", 3: None})
     assert judge(narrow).code == WORKS
     said = line(report.report(narrow, judge(narrow)), "exact")
-    assert said.startswith("forwards of 1 to 2 tokens give the bits")
+    assert said.startswith("batched for 1 to 2 tokens")
 
 
 def test_a_self_check_that_failed_is_told() -> None:
@@ -431,28 +428,19 @@ def test_a_self_check_that_failed_is_told() -> None:
     assert odd.to_dict()["self_check"] == "it differs"
 
 
-@pytest.mark.parametrize(("device", "code"), [("cpu", BROKEN), ("gpu", WORKS)])
-def test_other_bits_are_a_fault_on_a_cpu_alone(device: str, code: int) -> None:
-    exact = {**GOOD.exact, 5: False, 7: False}
-    environment = {**GOOD.environment, "device": device}
-    odd = dataclasses.replace(GOOD, exact=exact, environment=environment)
-    found = judge(odd)
-    assert found.code == code
-    assert "forwards of 5, 7 tokens differ" in report.report(odd, found)
+def test_forms_are_told_by_width() -> None:
+    exact = dict.fromkeys(range(2, 8), "attention by row")
+    odd = dataclasses.replace(GOOD, exact={1: "batched", **exact, 8: "none"})
+    assert judge(odd).code == WORKS
+    assert line(report.report(odd, judge(odd)), "exact") == (
+        "batched for 1 tokens; attention by row for 2 to 7 tokens; no form for 8 tokens"
+    )
 
 
-def test_a_forward_that_is_not_exact_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted bug: several tokens are rounded otherwise than single ones."""
-    model = Spec().build()
-    assert examine.is_exact(model, [1, 2, 3], [4, 5, 6])
-    stock = type(model).__call__
-
-    def rounded(self: Any, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        logits = stock(self, tokens, *args, **kwargs)
-        return logits * (1 + 1e-7) if tokens.shape[1] == 3 else logits
-
-    monkeypatch.setattr(type(model), "__call__", rounded)
-    assert not examine.is_exact(model, [1, 2], [4, 5, 6])
+def test_without_any_form_it_does_not_pay() -> None:
+    odd = dataclasses.replace(GOOD, exact={1: "batched", 2: "none", 3: "none"})
+    assert judge(odd).code == DOES_NOT_PAY
+    assert "exactness=fast" in judge(odd).advice
 
 
 def test_all_that_is_found_is_in_the_json() -> None:

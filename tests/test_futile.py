@@ -16,6 +16,7 @@ from tiny import Spec
 from mlx_lm_mtp import load_head
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.futile import FutileWatch
+from mlx_lm_mtp.rounds import Round
 
 
 class Suspected:
@@ -27,7 +28,7 @@ def warned(rounds: list[tuple[int, int]], drafter: object = Suspected) -> list[s
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for drafted, accepted in rounds:
-            watch.count(drafted, accepted)
+            watch.count(Round(drafted=drafted, accepted=accepted))
     return [str(w.message) for w in caught]
 
 

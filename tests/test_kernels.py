@@ -21,6 +21,7 @@ from tiny import Spec
 from mlx_lm_mtp import DraftOptions, Tally
 from mlx_lm_mtp.state import arithmetics, kernels, self_check
 from mlx_lm_mtp.state.arithmetics import Arithmetic, Shapes
+from mlx_lm_mtp.state.bits import same_bits
 from mlx_lm_mtp.wrapping import unwrap_all
 
 # What stock has a kernel for: packed rows, one row a simdgroup, gates by channel.
@@ -84,10 +85,10 @@ def test_states_are_those_of_stock_on_fewer_tokens(
     stock = stock_s()
     y, last, earlier = ours()(*inputs, state, mask)
     for found, expected in zip((y, last), stock(*inputs, state, mask), strict=True):
-        assert self_check._same(found, expected)
+        assert same_bits(found, expected)
     for n in range(1, T):
         prefix, seen = first(n, inputs, mask)
-        assert self_check._same(earlier[n - 1], stock(*prefix, state, seen)[1])
+        assert same_bits(earlier[n - 1], stock(*prefix, state, seen)[1])
 
 
 @pytest.mark.parametrize("order", ["butterfly", "sequential"])

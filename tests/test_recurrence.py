@@ -50,7 +50,7 @@ def test_a_compiled_block_gives_what_stock_gives_token_by_token(shapes: Any) -> 
     y, last, earlier = arithmetics.looped(*inputs, state, mask)
     expected = stock()(*inputs, state, mask)
     for ours, theirs in zip((y, last), expected, strict=True):
-        assert self_check._same(ours, theirs)
+        assert self_check.same_bits(ours, theirs)
     assert len(earlier) == 3
 
 
@@ -86,14 +86,14 @@ def test_a_kernel_that_fails_is_not_used_and_one_line_says_so(
     assert tally.capture_fault and "\n" not in tally.capture_fault
     assert tally.capture_fault in tally.summary()
     _, _, earlier = arithmetics.looped(*inputs, state, mask)
-    assert all(self_check._same(after(n), earlier[n - 1]) for n in (1, 2, 3))
+    assert all(self_check.same_bits(after(n), earlier[n - 1]) for n in (1, 2, 3))
 
 
 def test_the_check_finds_a_single_bit() -> None:
     x = mx.array([1.0, 0.0])
-    assert self_check._same(x, mx.array([1.0, 0.0]))
-    assert not self_check._same(x, mx.array([1.0, -0.0]))
-    assert not self_check._same(x, x.astype(mx.float16))
+    assert self_check.same_bits(x, mx.array([1.0, 0.0]))
+    assert not self_check.same_bits(x, mx.array([1.0, -0.0]))
+    assert not self_check.same_bits(x, x.astype(mx.float16))
 
 
 def test_the_cheaper_one_is_taken_once_it_was_measured(

@@ -182,6 +182,23 @@ def test_totals_are_counted_for_each_drafter_and_k(tmp_path: Path) -> None:
     assert "Draft: none, plain decoding was asked for" in log
 
 
+def test_as_many_are_drafted_as_pay_and_that_is_told(
+    served: Servers, stock: Server
+) -> None:
+    """What is drafted depends on seconds; the answers do not."""
+    at = served("--mtp", "--draft-option", "depth=throughput")
+    for seed in (1, 2, 3):
+        same(at, stock, seed=seed, max_tokens=60)
+    fixed = completed(at, extra_body={"draft_options": {"depth": "fixed"}})["more"]
+    assert set(fixed["rounds_by_k"][:3]) <= {0, 1}  # where the budget ends
+    (row,) = at.get("/v1/draft/stats")["drafted"]
+    assert sum(row["rounds_by_k"]) == row["rounds"]
+    assert row["rounds_by_k"][0] > 0
+    log = at.log.read_text()
+    assert "rounds parked: plain decoding is measured" in log
+    assert "k in rounds: 0 " in log
+
+
 def told(at: Server) -> tuple[int, int]:
     """Requests and tokens of the totals, wherever the tokens came from."""
     found = at.get("/v1/draft/stats")
@@ -457,7 +474,7 @@ def test_stock_s_options_keep_their_meaning(
     "options",
     [
         ("--mtp", "--decode-concurrency", 1, "--prompt-concurrency", 1),
-        ("--draft", "mtp", "--mtp-head", BUNDLED, "--draft-option", "verify=step"),
+        ("--mtp", "--mtp-head", BUNDLED, "--draft-option", "verify=step"),
     ],
     ids=lambda o: " ".join(str(word) for word in o if str(word).startswith("--")),
 )

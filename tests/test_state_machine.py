@@ -31,6 +31,7 @@ from tiny import VOCAB, Spec
 
 import mlx_lm_mtp
 from mlx_lm_mtp.profile import Stopwatch
+from mlx_lm_mtp.state.forms import BATCHED
 from mlx_lm_mtp.state.verified import Verified
 from mlx_lm_mtp.stats import Tally
 from mlx_lm_mtp.target import Target
@@ -144,7 +145,7 @@ class Caches(RuleBasedStateMachine):
         n = _part(width, accepted)
         mlx_lm_mtp.tile_caches(self.caches, len(paths))
         mlx_lm_mtp.begin_speculative_checkpoints(self.caches)
-        Target(self.model)(mx.array(paths), self.caches, verify=True)
+        Target(self.model)(mx.array(paths), self.caches, form=BATCHED)
         assert mlx_lm_mtp.commit_tree_row(self.caches, width, n, best)
         self.tokens += paths[best][:n]
         self.round = None

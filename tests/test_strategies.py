@@ -25,6 +25,7 @@ from mlx_lm_mtp import DraftOptions, DraftStats, Tally, draft_generate_step
 from mlx_lm_mtp.drafters.base import Branch, Choices, Choose, Proposal, Wanted
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
 from mlx_lm_mtp.errors import DrafterError, InvalidOption
+from mlx_lm_mtp.rounds import Round
 
 SPECS = [
     tiny.Spec("qwen3_5"),
@@ -439,7 +440,10 @@ def test_one_thing_given_may_be_a_word(given: str | None) -> None:
         ({"rescue": 3}, "rescue is 3; give an integer of at least 0 and at most 2"),
         ({"profile": 1}, "profile is 1; give True or False"),
         ({"probe": True}, "probe is True; give an integer"),
-        ({"depth": "deep"}, "depth is 'deep'; choose one of: fixed, confidence"),
+        (
+            {"depth": "deep"},
+            "depth is 'deep'; choose one of: throughput, fixed, confidence",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -615,8 +619,7 @@ def test_the_profile_says_where_the_time_goes() -> None:
 def test_statistics_are_frozen_and_do_not_change_any_more() -> None:
     tally = Tally(drafter="x")
     before = tally.stats
-    tally.count(3, 2)
-    tally.count_probe(0, [1, 2], 2)
+    tally.count(Round(drafted=3, accepted=2, probed=(((1, 2), 2),)))
     assert before == DraftStats(drafter="x") != tally.stats
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.rounds = 1  # type: ignore[misc]

@@ -28,9 +28,14 @@ LAYERS = [
         "regime",
         "declared",
         "anatomy",
-        "futile",
+        "rounds",
+        "gaps",
+        "arguments",
+        "store",
     },
     {
+        "futile",
+        "depth",
         "options",
         "stats",
         "origin",
@@ -39,12 +44,15 @@ LAYERS = [
         "profile",
         "coupling",
         "history",
+        "nearness",
+        "trace",
     },
-    {"state.kernels"},
+    {"state.kernels", "state.bits"},
     {"state.arithmetics"},
     {"state.self_check"},
     {"state.recurrence"},
-    {"state.snapshot", "state.capture", "state.rowwise"},
+    {"state.snapshot", "state.capture", "state.rowwise", "state.cuda_rows"},
+    {"state.forms"},
     {
         "state.commit",
         "drafters.base",
@@ -57,6 +65,7 @@ LAYERS = [
     {"heads.head", "heads.hub", "heads.sidecar"},
     {
         "state.tree",
+        "state.row_check",
         "heads.readout",
         "state.limits",
         "state.verified",
@@ -68,6 +77,7 @@ LAYERS = [
     {"tree", "carry", "state.paths", "guides", "drafters.checked", "drafters.stepwise"},
     {
         "verify",
+        "audit",
         "noise",
         "drafters.mtp",
         "drafters.ngram",
@@ -75,7 +85,8 @@ LAYERS = [
         "drafters.chain",
         "plugins",
     },
-    {"propose"},
+    {"propose", "certificate"},
+    {"drafting"},
     {"generate", "build"},
     {"serving.turns", "stock_cli", "stock_convert"},
     {"serving.asked"},
@@ -85,7 +96,7 @@ LAYERS = [
     {"stock_api", "stock_tools"},
     {"stock_server"},
     {"install"},
-    {"extract"},
+    {"extract", "replay"},
     {"testing"},
     {"testing.models", "testing.report"},
     {"testing.tokenizer", "testing.scripted", "testing.oracle"},
@@ -102,6 +113,10 @@ LAYERS = [
     {"bench.figures"},
     {"bench.report", "bench.plot"},
     {"bench.command"},
+    {"compare.verdict", "compare.rounding"},
+    {"compare.decode"},
+    {"compare.report"},
+    {"compare.command"},
     {"doctor.findings"},
     {"doctor.verdict", "doctor.examine"},
     {"doctor.report"},
@@ -119,10 +134,15 @@ START = {
     "errors",
     "options",
     "stats",
+    "rounds",
+    "gaps",
     "wrapping",
     "regime",
     "declared",
 }
+
+
+PACKAGES = ("state", "drafters", "bench", "compare", "doctor", "serving")
 
 
 def modules() -> dict[str, Path]:
@@ -130,7 +150,7 @@ def modules() -> dict[str, Path]:
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
-        if name and name not in ("state", "drafters", "bench", "doctor", "serving"):
+        if name and name not in PACKAGES:
             found[name] = path
     return found
 

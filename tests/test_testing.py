@@ -19,10 +19,11 @@ import pytest
 from bigram import Bigram
 from scripted import Scripted
 
-from mlx_lm_mtp import Proposal, generate, propose
+from mlx_lm_mtp import Proposal, propose
 from mlx_lm_mtp.drafters import checked as checking
 from mlx_lm_mtp.drafters.base import DraftContext, Drafter
 from mlx_lm_mtp.drafters.mtp import MTPDrafter
+from mlx_lm_mtp.drafting import Drafting
 from mlx_lm_mtp.errors import DrafterError, InvalidOption, UnknownDrafter
 from mlx_lm_mtp.heads.readout import CheapReadout
 from mlx_lm_mtp.testing import (
@@ -222,6 +223,7 @@ BROKEN = (
     ("faulty_drafter", bigram.Unfinished, "the last generation has not ended"),
     ("malformed", bigram.Drawing, "random state: .* was expected"),
     ("any_length", bigram.AllOrNothing, "ValueError was raised in observe"),
+    ("changing_depth", bigram.NeverAlone, "AssertionError.*without draft"),
     ("beyond_the_vocabulary", bigram.Drawing, r"draft\(\) changed the state"),
     ("lazy_and_evaluated", bigram.OnlyInt32, "AssertionError.*uint32"),
     ("hidden_states", bigram.AllOrNothing, "ValueError was raised in observe"),
@@ -421,9 +423,9 @@ def _shifted(stock: Any) -> Any:
 
 def _always_given(stock: Any) -> Any:
     def observe(self: Any) -> None:
-        self.unobserved = [
+        self._unobserved = [
             leg._replace(hidden=mx.zeros((*leg.inputs.shape, 64)))
-            for leg in self.unobserved
+            for leg in self._unobserved
         ]
         stock(self)
 
@@ -431,14 +433,13 @@ def _always_given(stock: Any) -> Any:
 
 
 def test_hidden_states_of_other_tokens_are_found() -> None:
-    with patch.object(generate._Loop, "_keep", _shifted(generate._Loop._keep)):
+    with patch.object(Drafting, "keep", _shifted(Drafting.keep)):
         message = faults(Hungry, "hidden_states")
     assert re.search(r"shown with token \d+ is not the target's there", message)
 
 
 def test_hidden_states_for_who_needs_none_are_found() -> None:
-    stock = generate._Loop._observe
-    with patch.object(generate._Loop, "_observe", _always_given(stock)):
+    with patch.object(Drafting, "observe", _always_given(Drafting.observe)):
         assert "a hidden state was shown with token 11" in faults(
             Bigram, "hidden_states"
         )

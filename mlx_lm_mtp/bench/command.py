@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import file, real, whole
 from ..errors import DraftError, InvalidOption
 from ..options import DraftOptions
 
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_runs(parser)
     _add_drafting(parser.add_argument_group("drafting"))
     _add_shape(parser.add_argument_group("instead of MODEL"))
-    add("--json", type=_file, metavar="FILE", help="write everything as JSON, too")
+    add("--json", type=file, metavar="FILE", help="write everything as JSON, too")
     add("--plot", type=_png, metavar="FILE.png", help="draw speed-up against k")
 
 
@@ -44,7 +45,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="instead of those built in: one a line, or a JSON list",
+        help="instead of those built in: one a line, JSON lines, or a JSON list",
     )
     add(
         "--ignore-chat-template",
@@ -53,28 +54,28 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tokens",
-        type=_whole(2),
+        type=whole(2),
         default=128,
         metavar="N",
         help="of each run (default: 128)",
     )
     add(
         "--repeat",
-        type=_whole(1),
+        type=whole(1),
         default=3,
         metavar="N",
         help="times over (default: 3)",
     )
     add(
         "--temp",
-        type=_real(0),
+        type=real(0),
         default=0.0,
         metavar="T",
         help="temperature; 0, the default, is greedy",
     )
     add(
         "--seed",
-        type=_whole(0),
+        type=whole(0),
         default=0,
         metavar="N",
         help="before each run (default: 0)",
@@ -88,13 +89,13 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--max-k",
-        type=_whole(0),
+        type=whole(0),
         default=4,
         metavar="N",
         help="measure every k from 0 to N (default: 4)",
     )
     which.add_argument(
-        "--k", type=_whole(0), nargs="+", metavar="N", help="measure these k"
+        "--k", type=whole(0), nargs="+", metavar="N", help="measure these k"
     )
 
 
@@ -111,7 +112,7 @@ def _add_drafting(group: Any) -> None:
     )
     group.add_argument(
         "--synthetic-acceptance",
-        type=_real(0, 1),
+        type=real(0, 1),
         metavar="P",
         help="draft with an oracle that is right with this probability",
     )
@@ -137,7 +138,7 @@ def _add_shape(group: Any) -> None:
     group.add_argument("--bits", type=int, choices=(4, 8), help="quantise them")
     group.add_argument(
         "--prompt-tokens",
-        type=_whole(1),
+        type=whole(1),
         metavar="N",
         help=f"length of the random prompts (default: {_PROMPT_TOKENS})",
     )
@@ -166,7 +167,9 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     from .measure import Plan
 
     install()
-    options = DraftOptions.of(DraftOptions.parse(args.draft_option))
+    # Unless it is asked for otherwise, every k is measured as such.
+    given = {"depth": "fixed", **DraftOptions.parse(args.draft_option)}
+    options = DraftOptions.of(given)
     subject = _subject(args)
     ks = tuple(dict.fromkeys(args.k)) if args.k else tuple(range(args.max_k + 1))
     plan = Plan(ks, args.tokens, args.repeat, args.temp, args.seed)
@@ -318,44 +321,7 @@ def _plain(args: argparse.Namespace) -> dict[str, Any]:
     return {n: str(v) if isinstance(v, Path) else v for n, v in known.items()}
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is given; give an integer of at least {least}."
-            )
-        return int(text)
-
-    return whole
-
-
-def _real(least: float, most: float | None = None) -> Callable[[str], float]:
-    bounds = f"of at least {least}" + ("" if most is None else f" and at most {most}")
-
-    def real(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not least <= value <= (1e6 if most is None else most):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is given; give a number {bounds}."
-            )
-        return value
-
-    return real
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text} is in a folder that does not exist; make it, or name another file."
-        )
-    return path
-
-
 def _png(text: str) -> Path:
     if not text.endswith(".png"):
         raise argparse.ArgumentTypeError(f"{text!r} is given; name a file *.png.")
-    return _file(text)
+    return file(text)

@@ -20,8 +20,10 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..certificate import Certificate
 from ..drafters.base import Drafter, hidden_for
 from ..state.capture import Recording
+from ..state.forms import BATCHED, Form
 from ..state.recurrence import Recurrence
 from ..state.snapshot import restore, snapshot
 from ..target import Target
@@ -68,6 +70,7 @@ def verify_seconds(
         for tokens in _chunks(context):
             target(tokens, caches)
             mx.eval([cache.state for cache in caches])
+        certificate = Certificate(drafted, caches)
         before = snapshot(caches)
         taken: dict[int, list[float]] = {}
         for _ in range(1 + _TIMES):
@@ -75,15 +78,16 @@ def verify_seconds(
                 restore(caches, before)
                 tokens = mx.array([following[:w]])
                 target = stock if w == 1 else drafted
-                taken.setdefault(w, []).append(_verify(target, tokens, caches))
+                form = certificate.form(1, w) or BATCHED
+                taken.setdefault(w, []).append(_verify(target, tokens, caches, form))
     return {w: statistics.median(seconds[1:]) for w, seconds in taken.items()}
 
 
-def _verify(target: Target, tokens: mx.array, caches: list[Any]) -> float:
+def _verify(target: Target, tokens: mx.array, caches: list[Any], form: Form) -> float:
     several = tokens.shape[1] > 1
     start = time.perf_counter()
     with Recording() if several else nullcontext():
-        logits = target(tokens, caches, verify=several).logits
+        logits = target(tokens, caches, form=form).logits
     mx.eval(logits, [cache.state for cache in caches])
     return time.perf_counter() - start
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 
 from ..errors import InvalidOption
-from ..install import install, uninstall
+from ..install import uninstalled
 from ..state.recurrence import Recurrence
 from ..stats import DraftStats, Tally
 from .costs import Costs, draft_seconds, verify_seconds
@@ -117,7 +116,7 @@ class _Bench:
 
     def stock(self, prompt: int, repetition: int, tokens: int) -> tuple[Run, Truth]:
         """Stock without the plugin, and what it said."""
-        with _unpatched():
+        with uninstalled():
             said, times, vocabulary = self._decode(prompt, tokens)
         run = Run(prompt, repetition, STOCK, self._length(prompt), len(said), *times)
         return run, Truth(prompt, repetition, said, vocabulary)
@@ -188,16 +187,6 @@ class _Bench:
             )
         times = (first - start, last - first)
         return said, times, response.logprobs.shape[-1]
-
-
-@contextmanager
-def _unpatched() -> Iterator[None]:
-    """Stock as it is without this package."""
-    uninstall()
-    try:
-        yield
-    finally:
-        install()
 
 
 def _parted(said: list[int], truth: list[int]) -> int | None:

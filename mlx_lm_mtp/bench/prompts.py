@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidOption
 
@@ -20,8 +21,15 @@ BUILT_IN = [
 ]
 
 
+_FORMS = 'one prompt a line, JSON lines with a "prompt" each, or a JSON list of strings'
+
+
 def read(path: Path) -> list[str]:
-    """The prompts of a file: a JSON list of strings, or one a line.
+    """The prompts of a file.
+
+    If every line is a JSON object, these are JSON lines, each with a ``prompt``; if the
+    whole is a JSON list, it is one of strings; else every line is a prompt as it is.
+    Empty lines do not count.
 
     Raises:
         InvalidOption: If the file cannot be read, or holds no prompts.
@@ -31,27 +39,41 @@ def read(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise InvalidOption(
-            f"--prompts {path} cannot be read: {reason}; name a text file with one "
-            "prompt a line, or a JSON list of strings."
+            f"--prompts {path} cannot be read: {reason}; name a text file with "
+            f"{_FORMS}."
         ) from None
-    found = _of_json(path, text) if text.lstrip().startswith("[") else _lines(text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    objects = [_parsed(line) for line in lines]
+    if lines and all(isinstance(found, dict) for found in objects):
+        found = [_prompt(path, i + 1, line) for i, line in enumerate(objects)]
+    elif isinstance(whole := _parsed(text), list):
+        found = _strings(path, whole)
+    else:
+        found = lines
     if not found:
-        raise InvalidOption(
-            f"--prompts {path} holds no prompts; write one a line, or a JSON list of "
-            "strings."
-        )
+        raise InvalidOption(f"--prompts {path} holds no prompts; write {_FORMS}.")
     return found
 
 
-def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
-
-
-def _of_json(path: Path, text: str) -> list[str]:
+def _parsed(text: str) -> Any:
+    """What this is as JSON; None if it is none."""
     try:
-        found = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError:
-        return _lines(text)  # a line may begin with a bracket
+        return None
+
+
+def _prompt(path: Path, number: int, line: dict[str, Any]) -> str:
+    prompt = line.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        raise InvalidOption(
+            f'--prompts {path} has no "prompt" in line {number}, where JSON lines need '
+            "one that is a string and not empty; add it."
+        )
+    return prompt
+
+
+def _strings(path: Path, found: list[Any]) -> list[str]:
     if not all(isinstance(prompt, str) and prompt for prompt in found):
         raise InvalidOption(
             f"--prompts {path} is a JSON list with something else than strings that "

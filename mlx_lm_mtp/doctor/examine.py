@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -21,6 +20,7 @@ from .. import anatomy, origin
 from ..bench.costs import draft_seconds, verify_seconds
 from ..bench.report import environment
 from ..bench.subject import Prompt, Subject, of_checkpoint
+from ..certificate import Certificate
 from ..drafters.mtp import MTPDrafter
 from ..errors import DraftError, HeadMismatch
 from ..generate import draft_generate_step
@@ -33,8 +33,7 @@ from ..state.capture import Recording
 from ..state.commit import flat
 from ..state.limits import width_limit
 from ..state.recurrence import Recurrence
-from ..state.snapshot import restore, snapshot
-from ..stats import Tally
+from ..stats import NONE, Tally
 from ..target import Target
 from .findings import Findings, HeadFindings
 
@@ -106,7 +105,8 @@ def _examined(plan: Plan, found: Findings) -> Iterator[Findings]:
     tallies = {hidden: Tally() for hidden in HIDDEN}
     for prompt in subject.prompts:
         for hidden, tally in tallies.items():
-            options = DraftOptions(num_draft_tokens=plan.max_k, hidden=hidden)
+            how = {"hidden": hidden, "depth": "fixed"}
+            options = DraftOptions(num_draft_tokens=plan.max_k, **how)
             said = _decode(subject, prompt, head, options, tally, plan.tokens)
             found = _with_acceptance(found, tallies)
             yield found
@@ -115,9 +115,10 @@ def _examined(plan: Plan, found: Findings) -> Iterator[Findings]:
     for costs in _costs(subject, head, context, following, plan.max_k):
         found = replace(found, verify=costs[0], draft=costs[1])
         yield found
-    for width in WIDTHS:
-        same = is_exact(subject.model, context, following[:width])
-        found = replace(found, exact={**(found.exact or {}), width: same})
+    exact: dict[int, str | None] = {}
+    for width, form in forms(subject.model, context):
+        exact[width] = form
+        found = replace(found, exact=dict(exact))
         yield found
 
 
@@ -170,37 +171,27 @@ def rollback(model: nn.Module, tokens: Sequence[int]) -> dict[str, int]:
     return _counted(f"{type(c).__name__} {way(c)}" for c in flat(caches))
 
 
-def is_exact(
-    model: nn.Module, context: Sequence[int], tokens: Sequence[int]
-) -> bool | None:
-    """Whether one forward gives the bits that as many of one token each give.
+def forms(model: nn.Module, context: Sequence[int]) -> Iterator[tuple[int, str | None]]:
+    """The form in which a verify of each width has decoding's bits, as certified.
 
     Args:
         model: The model, whose gated-delta layers are computed as drafting does.
         context: Tokens in the caches before.
-        tokens: What is fed, `(w,)`.
 
-    Returns:
-        Whether logits and cache contents are equal, bit for bit; None if drafting
-        feeds fewer tokens at once behind this context, as it does before a rotating
-        cache is full.
+    Yields:
+        A width, and a form, or that there is none; or None if drafting feeds fewer
+        tokens at once behind this context, as it does where a rotating cache is full.
     """
     target = Target(model, recurrence=Recurrence("auto", "auto"))
     caches = make_prompt_cache(model)
     with mx.stream(generation_stream):
         target(mx.array([list(context)]), caches)
         mx.eval([cache.state for cache in caches])
-        if not _fed_at_once(target, caches, len(tokens)):
-            return None
-        before = snapshot(caches)
-        rows = [target(mx.array([[t]]), caches).logits for t in tokens]
-        single = [mx.concatenate(rows, axis=1), *_contents(caches)]
-        mx.eval(single)
-        restore(caches, before)
-        with Recording():
-            logits = target(mx.array([list(tokens)]), caches, verify=True).logits
-        wide = [logits, *_contents(caches)]
-        return all(_same(a, b) for a, b in zip(single, wide, strict=True))
+        certificate = Certificate(target, caches)
+        for width in WIDTHS:
+            made = _fed_at_once(target, caches, width)
+            form = certificate.form(1, width) if made else None
+            yield width, (str(form or NONE) if made else None)
 
 
 # --- the steps ----------------------------------------------------------------------
@@ -292,15 +283,6 @@ def _fed_at_once(target: Target, caches: Sequence[Any], width: int) -> bool:
     limit, _ = width_limit(caches, quantized_kv_start=None, one_forward=True)
     limit = 1 if target.one_row else limit
     return limit is None or width <= limit
-
-
-def _contents(caches: Sequence[Any]) -> list[mx.array]:
-    state = tree_flatten([cache.state for cache in caches])
-    return [mx.array(value) for _, value in state if value is not None]
-
-
-def _same(a: mx.array, b: mx.array) -> bool:
-    return a.dtype == b.dtype and bool(mx.array_equal(a, b, equal_nan=True).item())
 
 
 def _packings(head: MTPHead) -> Iterator[str]:

@@ -50,8 +50,9 @@ class Findings:
         undrafted: Reason -> rounds that could not draft for it.
         verify: w -> seconds of a verify forward of w tokens.
         draft: Seconds of one draft.
-        exact: w -> whether a forward of w tokens gives the bits, of logits and caches,
-            that w forwards of one token give; None where drafting makes none so wide.
+        exact: w -> the form in which a verify of w tokens has the bits, of logits and
+            caches, that w forwards of one token give; ``none`` if no form has; None
+            where drafting makes none so wide.
         rollback: How many caches of a kind are taken back in a way, ``KVCache trimmed``
             -> how many.
         recurrence, capture: What computes gated-delta layers, and how they are taken
@@ -69,7 +70,7 @@ class Findings:
     undrafted: Mapping[str, int] | None = None
     verify: Mapping[int, float] | None = None
     draft: float | None = None
-    exact: Mapping[int, bool | None] | None = None
+    exact: Mapping[int, str | None] | None = None
     rollback: Mapping[str, int] | None = None
     recurrence: str = ""
     capture: str = ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..stats import NONE
 from .findings import Findings, HeadFindings
-from .verdict import Verdict, inexact
+from .verdict import Verdict
 
 _WIDTH = 14  # of what stands before the colon
 _WORDS = ("works", "works, but does not pay here", "broken")
@@ -63,13 +65,18 @@ def _drafting(findings: Findings, verdict: Verdict) -> Iterator[tuple[str, str]]
 
 
 def _exact(findings: Findings) -> str:
-    exact = findings.exact or {}
-    made = [w for w, same in exact.items() if same is not None]
-    wrong = ", ".join(map(str, inexact(findings)))
-    rest = "" if len(made) == len(exact) else "; drafting makes no wider ones here"
-    if wrong:
-        return f"forwards of {wrong} tokens differ in bits from single ones{rest}"
-    return f"forwards of 1 to {max(made)} tokens give the bits of single ones{rest}"
+    """``batched for 1 to 4 tokens, …``: widths with the same form together."""
+    made = [(w, f) for w, f in (findings.exact or {}).items() if f is not None]
+    groups = (list(g) for _, g in itertools.groupby(made, key=lambda found: found[1]))
+    told = [_of_widths(group[0][0], group[-1][0], group[0][1]) for group in groups]
+    if len(made) < len(findings.exact or {}):
+        told.append("drafting makes no wider ones here")
+    return "; ".join(told)
+
+
+def _of_widths(first: int, last: int, form: str | None) -> str:
+    widths = f"{first} to {last} tokens" if last > first else f"{first} tokens"
+    return f"no form for {widths}" if form == NONE else f"{form} for {widths}"
 
 
 def _table(findings: Findings, verdict: Verdict) -> list[str]:

@@ -19,6 +19,8 @@ _SHOWN = (
     "mean_acceptance_length",
     "acceptance_rate",
     "acceptance_per_position",
+    "rounds_by_k",
+    "parked",
 )
 
 
@@ -51,11 +53,16 @@ class Asked:
         """The counts so far."""
         return self.tally.stats
 
+    @property
+    def why(self) -> str:
+        """Why nothing was drafted, as far as is known: all rounds may be parked."""
+        return self.reason or next(iter(self.stats.parked), "")
+
     def to_dict(self) -> dict[str, Any]:
         """For the usage of an answer."""
         stats = self.stats
         if not stats.drafted:
-            return {"drafter": None, "reason": self.reason or "nothing was drafted"}
+            return {"drafter": None, "reason": self.why or "nothing was drafted"}
         found = stats.to_dict()
         counts = {"drafted": stats.drafted.total(), "accepted": stats.accepted.total()}
         counts["batched"] = self.batched

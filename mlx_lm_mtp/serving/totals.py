@@ -21,6 +21,7 @@ class Totals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._drafted: dict[tuple[str, int], Counter[str]] = {}
+        self._depths: dict[tuple[str, int], Counter[int]] = {}
         self._plain: Counter[str] = Counter()
         self._plain_tokens = 0
 
@@ -29,7 +30,7 @@ class Totals:
         stats = asked.stats
         with self._lock:
             if not stats.drafted:
-                self._plain[asked.reason or "no drafter was asked for"] += 1
+                self._plain[asked.why or "no drafter was asked for"] += 1
                 self._plain_tokens += asked.told
                 return
             key = (stats.drafter, stats.num_draft_tokens)
@@ -41,6 +42,7 @@ class Totals:
                 accepted=stats.accepted.total(),
                 batched=asked.batched,
             )
+            self._depths.setdefault(key, Counter()).update(stats.rounds_by_k)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -49,6 +51,7 @@ class Totals:
                 {"drafter": name, "num_draft_tokens": k}
                 | {count: counts[count] for count in _COUNTS}
                 | {
+                    "rounds_by_k": [self._depths[name, k][i] for i in range(k + 1)],
                     "tokens_a_round": counts["tokens"] / counts["rounds"],
                     "acceptance_rate": counts["accepted"] / counts["drafted"],
                 }

@@ -45,6 +45,9 @@ class Recurrence:
         recurrence: The draft option: ``auto``, ``kernel`` or ``stock``.
         note: Is told what was decided, as fields of the statistics.
 
+    Attributes:
+        asked: The options, for people.
+
     Raises:
         InvalidOption: If a kernel is asked for where there is none.
     """
@@ -60,6 +63,7 @@ class Recurrence:
                 "draft option recurrence is 'kernel', and there is none for the CPU; "
                 "leave it out."
             )
+        self.asked = f"recurrence={recurrence}, capture={capture}"
         self._capture = capture
         self._recurrence = recurrence
         self._note = note

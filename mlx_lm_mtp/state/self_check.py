@@ -14,6 +14,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .arithmetics import Arithmetic, Shapes
+from .bits import same_bits
 
 _INPUTS = 3  # random ones, to compare on
 # How far CUDA's kernel may be from stock's ops, which add up in another order: y, which
@@ -70,7 +71,7 @@ def _compare(arithmetic: Arithmetic, shapes: Shapes) -> None:
             seen = None if mask is None else mask[:, row]
             expected, state = arithmetic.run(*token, state, seen)
             found = final if t == last else earlier[t]
-            if not (_same(y[:, row], expected) and _same(found, state)):
+            if not (same_bits(y[:, row], expected) and same_bits(found, state)):
                 raise ValueError(
                     f"it differs from token {t + 1} of a loop on {shapes.device}"
                 )
@@ -82,12 +83,6 @@ def _faults(check: Callable[[], None]) -> str:
     except Exception as error:  # whatever a compiler may say
         return (str(error) or type(error).__name__).strip().partition("\n")[0]
     return ""
-
-
-def _same(a: mx.array, b: mx.array) -> bool:
-    """Whether all bits are the same."""
-    bits = (mx.contiguous(x).view(mx.uint8) for x in (a, b))
-    return a.dtype == b.dtype and mx.array_equal(*bits).item()
 
 
 def _warn(text: str) -> None:

@@ -5,6 +5,7 @@ Each yields what is wrong, and yields nothing if nothing is.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from ..depth import Fixed
 from ..drafters.base import Proposal
 from ..errors import DrafterError
 from ..stats import Tally
@@ -41,6 +43,26 @@ def extremes(trial: Trial) -> Iterator[str]:
         for k in (0, 1, 2, 5):
             options = trial.options(num_draft_tokens=k)
             yield from trial.differences(12, steered=pattern, options=options)
+
+
+def changing_depth(trial: Trial) -> Iterator[str]:
+    """Nothing hangs on how many drafts each round asks for, nor on rounds without."""
+    for seed in range(3):
+        for steered in (_RIGHT, _MIXED):
+            depth = AnyDepth(seed)
+            yield from trial.differences(_TOKENS, steered=steered, depth=depth)
+        yield from trial.differences(_TOKENS, stop=9, depth=AnyDepth(seed))
+
+
+class AnyDepth(Fixed):
+    """Draws how many tokens are drafted, 0 included."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, most: int) -> int:
+        """See :class:`.Depth`."""
+        return self._random.randint(0, most)
 
 
 def sampled(trial: Trial) -> Iterator[str]:
@@ -335,6 +357,7 @@ def drift(trial: Trial) -> Iterator[str]:
 GENERATIONS = (
     Check(greedy, models=0, claims=("accepted", "rejected")),
     Check(extremes, claims=("accepted", "rejected")),
+    Check(changing_depth, claims=("accepted", "rejected")),
     Check(sampled, claims=("accepted", "rejected")),
     Check(processed, claims=("accepted", "rejected")),
     Check(rounds, claims=("accepted", "rejected")),

@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -21,6 +20,7 @@ from ..drafters.base import Drafter
 from ..errors import TakeBack
 from ..generate import draft_generate_step
 from ..options import DraftOptions
+from ..state.bits import contents, same_bits
 
 
 @dataclass
@@ -170,24 +170,6 @@ def random_state() -> list[int]:
     return mx.random.state[0].tolist()
 
 
-def contents(cache: Any) -> dict[str, mx.array]:
-    """Every array of a cache that a forward could read, by name.
-
-    Rows of a KV buffer beyond its offset are no contents: they are overwritten before
-    they are read, and stock fills them differently depending on how the buffer grew.
-    """
-    if hasattr(cache, "caches"):
-        nested = [contents(c) for c in cache.caches]
-        return {f"{i}.{k}": v for i, n in enumerate(nested) for k, v in n.items()}
-    if hasattr(cache, "keys_and_values") and cache.keys is not None:
-        state: Any = cache.keys_and_values()
-        numbers = {n: getattr(cache, n, None) for n in ("offset", "_idx", "bits")}
-        state = [state, {n: mx.array(v) for n, v in numbers.items() if v is not None}]
-    else:
-        state = [a for a in getattr(cache, "cache", []) if a is not None]
-    return dict(tree_flatten(state))
-
-
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> list[str]:
     """What differs between two lists of caches, bit for bit; empty if nothing."""
     found = []
@@ -211,12 +193,3 @@ def _unlike(a: mx.array, b: mx.array) -> str:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return f"{b.dtype} {b.shape} was expected, and {a.dtype} {a.shape} found"
     return f"{mx.sum(a != b).item()} of {a.size} numbers are not as expected"
-
-
-def same_bits(a: mx.array, b: mx.array) -> bool:
-    """Whether two arrays have the same shape, dtype and bits."""
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and mx.array_equal(a, b, equal_nan=True).item()
-    )
