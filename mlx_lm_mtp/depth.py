@@ -12,9 +12,9 @@ drafted; 0 is among them, so drafting is *parked* where it does not pay.
 
 A k that is not drafted is not measured. One that looks better than the present one
 when doubts are read in its favour is *tried* for a few rounds. What a trial loses is
-paid back before the next one begins: a hundredth of the time goes into that, and half
-of it after each trial that has changed nothing. So, after n rounds at the best k, the
-loss to trials is at most n / 100 of such rounds, and the one trial that was begun on
+paid back before the next one begins: a fiftieth of a plain round each round, and half
+as much after each trial that has changed nothing. So, after n rounds at the best k, the
+loss to trials is at most n / 50 plain rounds, and the one trial that was begun on
 credit; the rest of the regret is what the estimates themselves are wrong by.
 
 Numbers in, numbers out: nothing here knows of a model, a device or a clock.
