@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -34,7 +34,7 @@ PARKED = "a round with drafts costs more than it saves"
 MEASURED = "plain decoding is measured"
 
 _SHARE = 0.02  # of the time, for trials
-_GRANT = 1.0  # rounds of plain decoding that trials may lose on credit
+_GRANT = 2.0  # rounds of plain decoding that trials may lose on credit
 _FORGIVES = 50  # rounds, at least, between two texts that cancel its debts
 _DARES = 4.0  # … of such rounds, that a trial may lose if all its drafts are wrong
 _LEAST_SHARE = _SHARE / 4  # after many that have changed nothing
@@ -42,21 +42,22 @@ _TRIAL = 2  # rounds whose seconds count
 _RESTS = 8  # rounds after which a parked one is thought over again
 _MARGIN = 1.02  # by which another k must be better to be taken
 
-_ENOUGH = 2  # rounds behind which the seconds are known at all …
+_NEAR = 16  # rounds before one that it is compared with
+_ENOUGH = 2  # comparisons behind which a cost is known at all …
 _FEW = 15  # … and well
-_CLIP = 2.0  # no round counts as more than so many usual ones, nor as less
 _SPREAD = 0.1  # of the seconds of rounds of one kind, as a part of them
-_AGES = 0.995  # what is left of a measurement with each round since
 _SLOPE = 0.5  # of a width never tried, against the slope of those that were
 
-_PRIOR = 1.5  # rounds that a guess counts as
-_GUESS = 0.6  # of the first draft's acceptance; of a later one, that of the one before
-_LATE = 0.88  # what is left of one of the last few cases with each further one
-_TELLING = 6.0  # of them tell of a change, if they differ from those before by …
-_SUDDEN = 2.5  # … so many of their standard deviations
-_FADES = 0.98  # what is left of an acceptance with each round that drafts …
-_FADES_PARKED = 0.97  # … and that does not
-_OTHER_TEXT = 4.0  # cases that are left in another regime, or another generation
+# What the acceptance at a position may be, and how likely each is at first: it is for a
+# drafter that was made for the model.
+LEVELS = (0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+_GUESS = [(1 + 0.2 * i) / 22 for i in range(len(LEVELS))]
+_PRIOR = 20.0  # drafts that this counts as, when all texts so far are averaged
+_FORGETS = 0.998  # what is left of one of these texts' drafts with each further one
+_CHANGES = 0.01  # the chance, each round, that the text has changed …
+_OTHER_TEXT = 0.5  # … and in another regime, or another generation
+_HOPES = 0.5  # standard deviations that are read in favour of a k that may be tried
+_FADES = 0.98  # what is left of a case in a plain share with each further one
 SILENT = -1  # the drafts of a round whose drafter was asked and had none
 
 
@@ -87,105 +88,76 @@ class Fixed:
         """See :class:`Depth`."""
 
 
-@dataclass
-class Cost:
-    """Seconds of a round of one width: the median of the last few, which no hiccup
-    moves far.
-
-    Attributes:
-        samples: Seconds, the last ones at the end.
-        rounds: What they are worth, the older the less.
-    """
-
-    samples: list[float] = field(default_factory=list)
-    rounds: float = 0.0
-
-    @classmethod
-    def of(cls, known: Mapping[str, Any]) -> Cost:
-        """As `asdict` has put it down."""
-        samples = [float(seconds) for seconds in known["samples"]]
-        return cls(samples, float(known["rounds"]))
-
-    @property
-    def seconds(self) -> float:
-        """Of such a round, if there was one."""
-        return statistics.median_low(self.samples)
-
-    def add(self, seconds: float) -> None:
-        """Add a round."""
-        self.samples = [*self.samples[1 - _FEW :], seconds]
-        self.rounds = min(self.rounds + 1, _FEW)
-
-    def scale(self, factor: float) -> None:
-        """All of them have become slower or faster."""
-        self.samples = [factor * seconds for seconds in self.samples]
-
-
 class Costs:
-    """Seconds of a round, for each number of drafts that it verifies.
+    """What a round costs, for each number of drafts that it verifies.
 
-    They depend on the machine, the model and the strategy, not on the text, so they
-    outlive a generation; what the context adds is taken for common to all widths.
+    In rounds of plain decoding, for seconds do not keep: a machine may be twice as fast
+    a moment later. So a round is compared with those just before it, of other widths:
+    the median of these, each divided by what its width costs, is what a plain round
+    takes at present. And a width costs the median of its last few comparisons, which
+    no hiccup moves far.
+
+    That depends on the machine, the model and the strategy, not on the text, so it
+    outlives a generation.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, Cost] = {}
-        # Of this generation's rounds to those of the one before.
-        self._factors: list[float] | None = None
+        self._known: dict[int, list[float]] = {}  # width -> its last comparisons
+        self._recent: list[tuple[int, float]] = []  # widths and seconds
+        self._told: dict[tuple[int, bool], float] = {}  # `rounds`, as long as they hold
 
     @classmethod
-    def of(cls, known: Mapping[str, Mapping[str, Any]]) -> Costs:
+    def of(cls, known: Mapping[str, Sequence[float]]) -> Costs:
         """As :meth:`to_dict` has put it down."""
         costs = cls()
-        costs._known = {int(width): Cost.of(cost) for width, cost in known.items()}
+        costs._known = {int(w): list(map(float, known[w])) for w in known}
         return costs
 
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """What is known, as JSON has it, but for the generation under way."""
-        return {str(width): asdict(cost) for width, cost in self._known.items()}
+    def to_dict(self) -> dict[str, list[float]]:
+        """What outlives a generation, as JSON has it."""
+        return {str(width): list(compared) for width, compared in self._known.items()}
 
     def begin(self) -> None:
-        """Another generation begins, whose rounds may all be faster or slower."""
-        self._factors = [] if self._known else None
+        """Another generation begins; its first rounds have none before them."""
+        self._recent = []
+
+    def doubt(self) -> None:
+        """They were measured some time ago: they are a guess now, and no more."""
+        for width in filter(self.measured, list(self._known)):
+            self._known[width] = [self._at(width)] * _ENOUGH
+        self._told = {}
 
     def measured(self, width: int) -> bool:
         """Whether rounds of this width are known."""
-        return width in self._known and self._known[width].rounds >= _ENOUGH
+        return len(self._known.get(width, ())) >= _ENOUGH
 
-    def meet(self, width: int) -> None:
-        """A round whose seconds tell nothing; the first of a width compiles."""
-        self._known.setdefault(width, Cost())
+    def meet(self, width: int) -> bool:
+        """Whether a width was met before; the first round of one compiles."""
+        met = width in self._known
+        self._known.setdefault(width, [])
+        return met
 
-    def add(self, width: int, seconds: float, *, trial: bool) -> None:
-        """Add a round; the first of a width is left out.
+    def add(self, width: int, seconds: float) -> None:
+        """Add a round."""
+        plain = self._plain_round(width)
+        self._recent = [*self._recent[1 - _NEAR :], (width, seconds)]
+        known = self._known.setdefault(width, [])
+        if plain is not None:
+            self._known[width] = [*known[1 - _FEW :], seconds / plain]
+            self._told = {}
+        elif not any(map(self.measured, self._known)):
+            known.append(1.0)  # the first width of all, which others compare with
+            self._told = {}
 
-        Args:
-            width: Drafts that were verified, or `SILENT`.
-            seconds: Of the round.
-            trial: Whether it tells how this width compares with the others. Otherwise
-                it is the one that is in use, whose drift is common to all.
-        """
-        known = self._known.get(width)
-        if known is None:
-            self.meet(width)
-            return
-        if self._factors is not None and known.rounds >= _ENOUGH:
-            self._factors.append(seconds / known.seconds)
-            if len(self._factors) < 2:
-                return
-            self._scale(min(self._factors))
-            self._factors = None
-        settled = known.rounds >= _FEW and not trial
-        usual = known.seconds if settled else 0.0
-        known.add(seconds)
-        for other in self._known.values():
-            if other is not known and other.samples:
-                other.scale(known.seconds / usual if settled else 1.0)
-                other.rounds = min(other.rounds, max(_AGES * other.rounds, _ENOUGH))
-
-    def _scale(self, factor: float) -> None:
-        for known in self._known.values():
-            known.scale(factor)
+    def _plain_round(self, width: int) -> float | None:
+        """Seconds, by the rounds before that had other widths; None if few had."""
+        others = [
+            seconds / self._at(other)
+            for other, seconds in self._recent
+            if other != width and self._known[other]
+        ]
+        most = 2 * len(others) > len(self._recent)
+        return statistics.median(others) if most else None
 
     @property
     def reach(self) -> int:
@@ -194,11 +166,11 @@ class Costs:
 
     @property
     def widest(self) -> int:
-        """The most drafts whose seconds are known."""
+        """The most drafts whose costs are known."""
         return max(self._widths, default=0)
 
-    def seconds(self, width: int, *, hopeful: bool = False) -> float:
-        """Of a round of this width.
+    def rounds(self, width: int, *, hopeful: bool = False) -> float:
+        """What a round of this width costs, in rounds of plain decoding.
 
         One that was never measured lies between those that were; beyond them it is
         taken to cost little, so that it is tried.
@@ -207,11 +179,20 @@ class Costs:
             width: Drafts, or `SILENT`.
             hopeful: Whether doubts are read in its favour.
         """
+        asked = width, hopeful
+        if asked not in self._told:
+            self._told[asked] = self._rounds(*asked)
+        return self._told[asked]
+
+    def _rounds(self, width: int, hopeful: bool) -> float:
         if self.measured(width):
-            known = self._known[width]
-            doubt = _SPREAD / math.sqrt(known.rounds) if hopeful else 0.0
-            return known.seconds * (1 - doubt)
-        return self._between(max(width, 0)) * (1 - _SPREAD if hopeful else 1)
+            cost, seen = self._at(width), len(self._known[width])
+        else:
+            cost, seen = self._between(max(width, 0)), 1
+        # A wider round is not cheaper, whatever a few comparisons say.
+        narrower = [self._at(w) for w in self._widths if w < width]
+        cost = max(cost, *narrower, self._at(0)) / self._at(0)
+        return cost * (1 - _SPREAD / math.sqrt(seen) if hopeful else 1)
 
     def _between(self, width: int) -> float:
         below = max((w for w in self._widths if w <= width), default=0)
@@ -227,114 +208,191 @@ class Costs:
         return [w for w in self._known if self.measured(w) and w >= 0]
 
     def _at(self, width: int) -> float:
-        return self._known[width].seconds if self.measured(width) else 1.0
+        known = self._known.get(width)
+        return statistics.median_low(known) if known else 1.0
 
 
 @dataclass
 class Share:
-    """How often something happened, of late; a sudden change is believed at once.
+    """How often something happened, of late.
 
     Attributes:
         hits, of: Cases, the older the less they count.
-        late_hits, late: The same of the last few.
     """
 
     hits: float = 0.0
     of: float = 0.0
-    late_hits: float = 0.0
-    late: float = 0.0
 
-    def add(self, hit: bool) -> bool:
-        """Add one case; returns whether it tells of a sudden change."""
-        self.hits += hit
-        self.of += 1
-        self.late_hits = _LATE * self.late_hits + hit
-        self.late = _LATE * self.late + 1
-        sudden = self._sudden()
-        if sudden:
-            self.hits, self.of = self.late_hits, self.late
-        return sudden
-
-    def _sudden(self) -> bool:
-        """Whether the last few cases are unlikely to be like those before."""
-        if self.late < _TELLING or self.of < 2 * _TELLING:
-            return False
-        mean = self.hits / self.of
-        variance = max(mean * (1 - mean), 0.05) * (1 - _LATE) / (1 + _LATE)
-        return abs(self.late_hits / self.late - mean) > _SUDDEN * math.sqrt(variance)
-
-    def fade(self, left: float) -> None:
-        """Let what was seen count for less."""
-        self.hits *= left
-        self.of *= left
+    def add(self, hit: bool) -> None:
+        """Add one case."""
+        self.hits = _FADES * self.hits + hit
+        self.of = _FADES * self.of + 1
 
     def mean(self, guess: float) -> float:
-        """The share, where a guess counts as some cases."""
-        return (self.hits + _PRIOR * guess) / (self.of + _PRIOR)
-
-    def hoped(self, guess: float, left: float) -> float:
-        """The most that it may be, if so much is left of what was seen."""
-        of = self.of * left + _PRIOR
-        mean = (self.hits * left + _PRIOR * guess) / of
-        return min(mean + 0.4 / math.sqrt(of), 1.0)
+        """The share, where a guess counts as one case."""
+        return (self.hits + guess) / (self.of + 1)
 
 
 @dataclass
+class Belief:
+    """How likely each of `LEVELS` is to be the acceptance at one draft position.
+
+    The forward filter of a hidden Markov model (Rabiner 1989, section III): from one
+    round to the next the level stays, or is drawn anew out of what was usual so far.
+    So a few drafts tell that a text has changed, and many alike are believed firmly.
+
+    Attributes:
+        now: The chance of each level at present; empty where nothing was drafted yet.
+        past: The sum of what it was, the older the less it counts.
+        usual: Its average over the texts before this one.
+    """
+
+    now: list[float] = field(default_factory=list)
+    past: list[float] = field(default_factory=lambda: [0.0] * len(LEVELS))
+    usual: list[float] = field(default_factory=lambda: _GUESS)
+
+    def add(self, before: Sequence[float], hit: bool) -> None:
+        """See one draft, accepted or not, with these chances before."""
+        told = [level if hit else 1 - level for level in LEVELS]
+        seen = [chance * likely for chance, likely in zip(before, told, strict=True)]
+        self.now = [chance / sum(seen) for chance in seen]
+        self.past = [
+            _FORGETS * before + chance
+            for before, chance in zip(self.past, self.now, strict=True)
+        ]
+
+    def average(self, guess: Sequence[float]) -> None:
+        """A text is over; where it tells little, a guess stands for more."""
+        of = sum(self.past) + _PRIOR
+        self.usual = [
+            (_PRIOR * chance + past) / of
+            for chance, past in zip(guess, self.past, strict=True)
+        ]
+
+    def mix(self, share: float) -> None:
+        """Let the level be drawn anew with this chance."""
+        if self.now:
+            self.now = _mixed(self.now, self.usual, share)
+
+
+class Hope(NamedTuple):
+    """The acceptance at one position: on average, and if doubts are in its favour."""
+
+    mean: float
+    most: float
+
+
 class Acceptance:
     """For each draft position, how often it is drafted, and how often accepted.
 
     Both among the rounds that came so far: whose drafts before it were drafted, or
-    accepted.
+    accepted. Of a position that was never drafted, what is believed of the one before.
     """
 
-    drafted: list[Share] = field(default_factory=list)
-    accepted: list[Share] = field(default_factory=list)
-    left: float = 1.0  # of what was seen, since nothing was drafted any more
+    def __init__(self) -> None:
+        self.drafted: list[Share] = []
+        self.accepted: list[Belief] = []
+        self.parked = 0  # rounds since anything was drafted
+        self._hopes: list[Hope] = []  # as far as they were asked for since
 
-    def add(self, asked: int, drafted: int, accepted: int) -> bool:
-        """Add a round; returns whether it tells of a sudden change."""
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> Acceptance:
+        """As :meth:`to_dict` has put it down."""
+        made = cls()
+        made.drafted = [Share(**_floats(share)) for share in known["drafted"]]
+        made.accepted = [
+            Belief(*(list(map(float, b[name])) for name in ("now", "past", "usual")))
+            for b in known["accepted"]
+        ]
+        made.parked = int(known["parked"])
+        chances = (c for b in made.accepted for c in (b.now, b.past, b.usual) if c)
+        if any(len(of_levels) != len(LEVELS) for of_levels in chances):
+            raise ValueError(f"not a chance for each of {len(LEVELS)} levels")
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "drafted": list(map(asdict, self.drafted)),
+            "accepted": list(map(asdict, self.accepted)),
+            "parked": self.parked,
+        }
+
+    def add(self, asked: int, drafted: int, accepted: int) -> None:
+        """Add a round."""
+        self._hopes = []
         if asked == 0:
-            self.left *= _FADES_PARKED
-            return False
+            self.parked += 1
+            return
+        self.parked = 0
         self._reach(asked)
-        for share in (*self.drafted, *self.accepted):
-            share.fade(self.left * _FADES)
-        self.left = 1.0
+        for belief in self.accepted:
+            belief.mix(_CHANGES)
         for d in range(min(asked, drafted + 1)):
             self.drafted[d].add(d < drafted)
-        reached = range(min(drafted, accepted + 1))
-        sudden = [self.accepted[d].add(d < accepted) for d in reached]
-        return any(sudden)
+        for d in range(min(drafted, accepted + 1)):
+            self.accepted[d].add(self._now(d), d < accepted)
 
     def doubt(self) -> None:
-        """Another text begins; what was seen is all there is, and says little."""
-        for share in (*self.drafted, *self.accepted):
-            share.fade(min(1.0, _OTHER_TEXT / share.of) if share.of else 1.0)
+        """Another text begins, which may be like the last one or like any before."""
+        self._hopes = []
+        usual = _GUESS
+        for belief in self.accepted:
+            belief.average(usual)
+            belief.mix(_OTHER_TEXT)
+            usual = belief.usual
 
     def expected(
-        self, k: int, costs: Costs, *, hopeful: bool = False
-    ) -> tuple[float, float]:
-        """Tokens and seconds of a round that asks for k drafts."""
-        if k == 0:
-            return 1.0, costs.seconds(0, hopeful=hopeful)
-        self._reach(k)
-        accepted, drafted = _GUESS, 1.0
+        self, most: int, costs: Costs, *, hopeful: bool = False
+    ) -> list[tuple[float, float]]:
+        """For each k up to `most`, tokens of a round that asks for k drafts, and what
+        it costs."""
+        self._reach(most)
+        made = [(1.0, costs.rounds(0, hopeful=hopeful))]
         tokens, likely = 1.0, 1.0  # the chance that the draft before is kept
-        seconds, reached = 0.0, 1.0  # … and that it was drafted
-        for d in range(k):
+        ended, reached, drafted = 0.0, 1.0, 1.0  # … and that it was drafted
+        for d in range(most):
             drafted = self.drafted[d].mean(drafted)
-            hoped = self.accepted[d].hoped(accepted, self.left)
-            accepted = self.accepted[d].mean(accepted)
-            likely *= drafted * (hoped if hopeful else accepted)
+            likely *= drafted * self._hope(d)[hopeful]
             tokens += likely
-            ends = costs.seconds(d or SILENT, hopeful=hopeful)
-            seconds += reached * (1 - drafted) * ends
+            ends = costs.rounds(d or SILENT, hopeful=hopeful)
+            ended += reached * (1 - drafted) * ends
             reached *= drafted
-        return tokens, seconds + reached * costs.seconds(k, hopeful=hopeful)
+            whole = costs.rounds(d + 1, hopeful=hopeful)
+            made.append((tokens, ended + reached * whole))
+        return made
 
     def _reach(self, k: int) -> None:
-        for shares in (self.drafted, self.accepted):
-            shares += [Share() for _ in range(k - len(shares))]
+        self.drafted += [Share() for _ in range(k - len(self.drafted))]
+        self.accepted += [Belief() for _ in range(k - len(self.accepted))]
+
+    def _now(self, d: int) -> list[float]:
+        if d < 0:
+            return _GUESS
+        return self.accepted[d].now or self._now(d - 1)
+
+    def _hope(self, d: int) -> Hope:
+        for at in range(len(self._hopes), d + 1):
+            mean, spread = _moments(now := self._now(at))
+            later = mean
+            if self.parked:  # as it may have become
+                forgotten = 1 - (1 - _CHANGES) ** self.parked
+                mixed = _mixed(now, self.accepted[at].usual, forgotten)
+                later, spread = _moments(mixed)
+            self._hopes.append(Hope(mean, min(later + _HOPES * spread, 1.0)))
+        return self._hopes[d]
+
+
+def _mixed(a: Sequence[float], b: Sequence[float], share: float) -> list[float]:
+    return [(1 - share) * x + share * y for x, y in zip(a, b, strict=True)]
+
+
+def _moments(chances: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation of the level."""
+    pairs = list(zip(chances, LEVELS, strict=True))
+    mean = sum(chance * level for chance, level in pairs)
+    square = sum(chance * level * level for chance, level in pairs)
+    return mean, math.sqrt(max(square - mean * mean, 0.0))
 
 
 @dataclass
@@ -352,20 +410,14 @@ class Known:
         Raises:
             KeyError, TypeError, ValueError: If it has not.
         """
-        acceptance = known["acceptance"]
-        names = ("drafted", "accepted")
-        shares = ([Share(**_floats(s)) for s in acceptance[name]] for name in names)
-        return cls(
-            Costs.of(known["costs"]),
-            Acceptance(*shares, left=float(acceptance["left"])),
-            float(known["credit"]),
-        )
+        acceptance = Acceptance.of(known["acceptance"])
+        return cls(Costs.of(known["costs"]), acceptance, float(known["credit"]))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
             "costs": self.costs.to_dict(),
-            "acceptance": asdict(self.acceptance),
+            "acceptance": self.acceptance.to_dict(),
             "credit": self.credit,
         }
 
@@ -381,19 +433,19 @@ class Estimate(NamedTuple):
     Args:
         k: Drafts that are asked for.
         tokens: That it yields, on average.
-        seconds: That it takes, on average.
-        measured: Whether rounds of k drafts were; else the seconds are a guess.
+        rounds: That it costs on average, in rounds of plain decoding.
+        measured: Whether rounds of k drafts were; else the cost is a guess.
     """
 
     k: int
     tokens: float
-    seconds: float
+    rounds: float
     measured: bool
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
+        """Tokens in the time of a round of plain decoding."""
+        return self.tokens / self.rounds
 
 
 @dataclass
@@ -442,11 +494,11 @@ class Throughput:
 
     def estimates(self, most: int) -> list[Estimate]:
         """For each k up to `most`, what it is chosen by; none before k = 0 is known."""
-        costs, expected = self._known.costs, self._known.acceptance.expected
+        costs, acceptance = self._known.costs, self._known.acceptance
         if not costs.measured(0):
             return []
-        ks = range(most + 1)
-        return [Estimate(k, *expected(k, costs), costs.measured(k)) for k in ks]
+        expected = enumerate(acceptance.expected(most, costs))
+        return [Estimate(k, *of_k, costs.measured(k)) for k, of_k in expected]
 
     @property
     def parked(self) -> str:
@@ -477,7 +529,7 @@ class Throughput:
             return self._now
         costs = self._known.costs
         rounds = _TRIAL + (not costs.measured(k))
-        wider = costs.seconds(k, hopeful=True) / costs.seconds(0) - 1
+        wider = costs.rounds(k, hopeful=True) - costs.rounds(0)
         if self._known.credit < max(rounds * wider - _DARES, 0.0):
             return self._now
         self._trial = Trial(k, rounds)
@@ -486,23 +538,22 @@ class Throughput:
     def _best(self, most: int) -> int:
         """The k that yields most, of those between widths that were measured."""
         widest = max(self._known.costs.widest, self._now)
-        rates = [self._rate(k) for k in range(min(most, widest) + 1)]
+        rates = self._rates(max(min(most, widest), self._now))
         best = rates.index(max(rates))
         return best if rates[best] > _MARGIN * rates[self._now] else self._now
 
     def _promising(self, most: int) -> int | None:
         """The k that would be best if doubts are read in its favour; None if none."""
-        most = min(most, self._known.costs.reach)
-        rates = {k: self._rate(k, hopeful=True) for k in range(most + 1)}
-        rates[self._now] = self._rate(self._now)
-        best = max(rates, key=rates.__getitem__)
-        return best if rates[best] > _MARGIN * rates[self._now] else None
+        rates = self._rates(min(most, self._known.costs.reach), hopeful=True)
+        usual = rates[self._now] = self._rates(self._now)[-1]
+        best = rates.index(max(rates))
+        return best if rates[best] > _MARGIN * usual else None
 
-    def _rate(self, k: int, *, hopeful: bool = False) -> float:
-        """Tokens a second."""
+    def _rates(self, most: int, *, hopeful: bool = False) -> list[float]:
+        """For each k, tokens in the time of a round of plain decoding."""
         known = self._known
-        tokens, seconds = known.acceptance.expected(k, known.costs, hopeful=hopeful)
-        return tokens / seconds
+        expected = known.acceptance.expected(most, known.costs, hopeful=hopeful)
+        return [tokens / rounds for tokens, rounds in expected]
 
     def take(self, verified: Round) -> None:
         """See :class:`Depth`; what was broken off tells nothing."""
@@ -513,35 +564,29 @@ class Throughput:
         self._last = verified.k
         self._follow(verified.regime)
         known, drafted = self._known, verified.drafted
-        if known.acceptance.add(verified.k, drafted, verified.accepted):
-            self._try_anew()
+        known.acceptance.add(verified.k, drafted, verified.accepted)
         if verified.seconds is None:
             return
         width = drafted if drafted or not verified.k else SILENT
-        trial = self._trial is not None and self._trial.k == verified.k
-        if steady:
-            known.costs.add(width, verified.seconds, trial=trial)
-        else:
-            known.costs.meet(width)
+        if known.costs.meet(width) and steady:
+            known.costs.add(width, verified.seconds)
         if known.costs.measured(0):
-            self._account(verified, verified.seconds, trial=trial)
+            self._account(verified)
 
-    def _account(self, verified: Round, seconds: float, *, trial: bool) -> None:
+    def _account(self, verified: Round) -> None:
         """Charge a trial for what it loses; else let it be earned."""
-        if not trial or self._trial is None:
-            self._known.credit = min(self._known.credit + self._share, _GRANT)
+        known, trial = self._known, self._trial
+        if trial is None or trial.k != verified.k:
+            known.credit = min(known.credit + self._share, _GRANT)
             return
-        rate = self._rate(self._now)
-        usual = self._known.acceptance.expected(verified.k, self._known.costs)[1]
-        lost = min(seconds, _CLIP * usual) - (1 + verified.accepted) / rate
-        self._known.credit -= lost / self._known.costs.seconds(0)
-        self._trial.rounds -= 1
-        if self._trial.rounds == 0:
-            changed = self._rate(self._trial.k) > _MARGIN * rate
+        rate = self._rates(self._now)[-1]
+        cost = known.acceptance.expected(trial.k, known.costs)[-1][1]
+        known.credit -= cost - (1 + verified.accepted) / rate
+        trial.rounds -= 1
+        if trial.rounds == 0:
+            changed = self._rates(trial.k)[-1] > _MARGIN * rate
             self._share = _SHARE if changed else max(self._share / 2, _LEAST_SHARE)
-            self._known.credit = (
-                max(self._known.credit, 0.0) if changed else self._known.credit
-            )
+            known.credit = max(known.credit, 0.0) if changed else known.credit
             self._trial = None
 
     def _follow(self, regime: str) -> None:

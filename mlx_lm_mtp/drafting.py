@@ -6,20 +6,15 @@ What was kept is noted down and shown in one piece before the drafter is asked a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
-from .anatomy import pipeline_ranks
-from .depth import Depth, Fixed, Known, Throughput
 from .drafters.base import Drafter, Proposal, Rewinding, gives
 from .history import History
 from .noise import SharedNoise
 from .options import DraftOptions
-from .origin import ByModel
 from .profile import Stopwatch
 from .propose import Proposer
 
@@ -163,25 +158,6 @@ class Drafting:
         if ahead is not None:
             assert isinstance(self._drafter, Rewinding)
             self._drafter.rewind(ahead.kept - ahead.yielded)
-
-
-_depths: ByModel[dict[Any, Known]] = ByModel()
-
-
-def depth_for(model: nn.Module, drafter: Drafter, options: DraftOptions) -> Depth:
-    """What decides how many tokens are drafted in a generation, as the options say.
-
-    What earlier generations of this process have measured with the same model, drafter
-    and options is known to it. In a pipeline every rank has a clock of its own, and all
-    of them must draft as many tokens: it is always k there.
-    """
-    if options.depth != "throughput" or pipeline_ranks(model) > 1:
-        return Fixed()
-    known = _depths.get(model)
-    if known is None:
-        known = _depths[model] = {}
-    key = drafter.name, replace(options, num_draft_tokens=0)
-    return Throughput(known.setdefault(key, Known()))
 
 
 def _known(tokens: Sequence[int]) -> mx.array:

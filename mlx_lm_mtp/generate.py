@@ -41,11 +41,12 @@ from .carry import Around, Carried
 from .certificate import NO_FORM, Certificate
 from .depth import Depth
 from .drafters.base import Branch, Drafter, Proposal, hidden_for
-from .drafting import Drafting, depth_for
+from .drafting import Drafting
 from .errors import TakeBack
 from .futile import FutileWatch
 from .gaps import SHOWN
 from .history import History
+from .learnt import depth_of, learnt_of
 from .nearness import Nearness
 from .options import DraftOptions
 from .profile import Lap, Stopwatch
@@ -173,7 +174,7 @@ def draft_generate_step(
         on_tokens=on_tokens,
         eos_token_ids=eos_token_ids,
         regime=Regime(thinking),
-        depth=depth or depth_for(model, drafter, options),
+        depth=depth,
         sampler=sampler or greedy_sampler,
         processors=logits_processors or (),
         quantize=(quantized_kv_start, kv_group_size, kv_bits),
@@ -205,7 +206,7 @@ class _Loop:
         on_tokens: OnTokens | None,
         eos_token_ids: Collection[int],
         regime: Regime,
-        depth: Depth,
+        depth: Depth | None,
         sampler: Sampler,
         processors: Sequence[LogitsProcessor],
         quantize: tuple[int, int, int | None],
@@ -232,16 +233,19 @@ class _Loop:
         self.drafting = Drafting(
             drafter, options, sampler, processors, self.history, stream, self.timed
         )
-        self.depth = depth
+        self.learnt = None
+        if depth is None:
+            self.learnt = learnt_of(target, self.caches, drafter, options)
+        self.depth = depth or depth_of(self.learnt)
         self.looks = options.gaps or options.audit > 0 or trace is not None
         self.told: list[Callable[[Round], None]] = [
             functools.partial(stats.count, keep=max(SHOWN, options.audit)),
             FutileWatch(drafter).count,
-            depth.take,
+            self.depth.take,
         ]
         self.trace = trace
         if trace is not None:
-            trace.begin(depth)
+            trace.begin(self.depth)
             self.told.append(trace.add)
         self.work = Lap()
 
@@ -617,5 +621,7 @@ class _Loop:
                 smallest = self.stats.smallest_gaps[: self.options.audit]
                 audited = self.audit.run(smallest, self.stats.tokens)
             self.stats.note(audited=audited)
+        if self.learnt is not None:
+            self.learnt.keep(self.stats.rounds)
         if self.trace is not None:
             self.trace.end(self.stats.stats)

@@ -190,11 +190,11 @@ def depths(recorded: Recorded) -> str:
         pass
     most = max((most for asked in recorded.asked for most, _ in asked), default=0)
     rounds = Counter(done.k for done in recorded.rounds if done.rescue is None)
-    head = ("", "rounds", "tokens a round", "ms a round", "tokens a second")
+    head = ("", "rounds", "tokens a round", "plain rounds' time", "speed")
     rows: list[tuple[str, ...]] = [head]
     for at in depth.estimates(most):
         guess = "" if at.measured else "~"
-        told = f"{at.tokens:.2f}", f"{guess}{1000 * at.seconds:.3g}", f"{at.rate:.4g}"
+        told = f"{at.tokens:.2f}", f"{guess}{at.rounds:.2f}", f"{at.rate:.2f}"
         rows.append((str(at.k), str(rounds[at.k]), *told))
     if len(rows) == 1:
         return "depth: plain decoding was not measured yet"

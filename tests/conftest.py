@@ -40,11 +40,11 @@ def fixed_depth(
 
     Tests that are marked `throughput`, and all other processes, have the default.
     """
-    from mlx_lm_mtp import drafting
+    from mlx_lm_mtp import learnt
     from mlx_lm_mtp.depth import Fixed
 
     if request.node.get_closest_marker("throughput") is None:
-        monkeypatch.setattr(drafting, "Throughput", lambda known: Fixed())
+        monkeypatch.setattr(learnt, "Throughput", lambda known: Fixed())
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import checks
@@ -21,13 +22,16 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 from scripted import Branching, Scripted, right_where
 from tiny import Spec
 
-from mlx_lm_mtp import DraftOptions, Tally, draft_generate_step, drafting
+from mlx_lm_mtp import DraftOptions, Tally, draft_generate_step
 from mlx_lm_mtp import depth as rules
 from mlx_lm_mtp.depth import MEASURED, PARKED, Fixed, Known, Throughput
+from mlx_lm_mtp.learnt import Learnt, depth_of, learnt_of
 from mlx_lm_mtp.rounds import Round
+from mlx_lm_mtp.target import Target
 
 pytestmark = pytest.mark.throughput
 
@@ -462,13 +466,17 @@ def test_parked_rounds_are_counted_with_their_reason() -> None:
     assert stats.to_dict()["parked"] == dict(stats.parked)
 
 
+def learnt_for(model: Any, options: DraftOptions) -> Learnt | None:
+    caches = make_prompt_cache(model)
+    return learnt_of(Target(model), caches, Scripted([]), options)
+
+
 def test_the_option_turns_it_off() -> None:
     model = checks.model_of(SPECS[0])
     for option in ("fixed", "confidence"):
         options = DraftOptions(depth=option)
-        assert isinstance(drafting.depth_for(model, Scripted([]), options), Fixed)
-    made = drafting.depth_for(model, Scripted([]), DraftOptions())
-    assert isinstance(made, Throughput)
+        assert isinstance(depth_of(learnt_for(model, options)), Fixed)
+    assert isinstance(depth_of(learnt_for(model, DraftOptions())), Throughput)
     stats = Tally()
     for _ in draft_generate_step(
         mx.array(PROMPT),
@@ -486,9 +494,9 @@ def test_what_is_measured_is_known_to_the_next_generation_alone() -> None:
     model, other = checks.model_of(SPECS[0]), checks.model_of(SPECS[1])
 
     def known(model: object, **options: object) -> Known:
-        made = drafting.depth_for(model, Scripted([]), DraftOptions.of(options))  # type: ignore[arg-type]
-        assert isinstance(made, Throughput)
-        return made._known
+        found = learnt_for(model, DraftOptions.of(options))
+        assert found is not None
+        return found.depth()._known
 
     assert known(model) is known(model) is known(model, num_draft_tokens=5)
     assert known(model) is not known(other)

@@ -86,7 +86,7 @@ LAYERS = [
         "plugins",
     },
     {"propose", "certificate"},
-    {"drafting"},
+    {"drafting", "learnt"},
     {"generate", "build"},
     {"serving.turns", "stock_cli", "stock_convert"},
     {"serving.asked"},

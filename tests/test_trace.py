@@ -311,14 +311,15 @@ def test_a_disk_that_becomes_full_ends_the_trace_and_not_the_text(
 
 
 HEADER = '{"trace": 1, "drafter": "x", "num_draft_tokens": 1, "options": {}}'
-KNOWN = json.dumps(rules.Known().to_dict() | {"costs": {"0": {"seconds": 0.25}}})
+KNOWN = json.dumps(rules.Known().to_dict() | {"costs": {"0": [0.25]}})
 DAMAGES = [
     ("0.25", "null"),
-    ('"seconds"', '"hours"'),
+    ("[0.25]", "0.25"),
     ('"0"', '"none"'),
-    ('{"0": {"seconds": 0.25}}', "[]"),
-    ('"left": 1.0', '"left": "half"'),
+    ('{"0": [0.25]}', "[]"),
+    ('"parked": 0', '"parked": "half"'),
     ('"drafted": []', '"drafted": 5'),
+    ('"accepted": []', '"accepted": [{"now": [1], "past": [1], "usual": [1]}]'),
 ]
 
 
