@@ -167,12 +167,14 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     from .measure import Plan
 
     install()
-    # Unless it is asked for otherwise, every k is measured as such.
-    given = {"depth": "fixed", **DraftOptions.parse(args.draft_option)}
-    options = DraftOptions.of(given)
+    # Unless it is asked for otherwise, every k is measured as such, and what chooses
+    # among them beside.
+    asked = DraftOptions.parse(args.draft_option)
+    options = DraftOptions.of({"depth": "fixed", **asked})
     subject = _subject(args)
     ks = tuple(dict.fromkeys(args.k)) if args.k else tuple(range(args.max_k + 1))
-    plan = Plan(ks, args.tokens, args.repeat, args.temp, args.seed)
+    throughput = "depth" not in asked and any(ks)
+    plan = Plan(ks, args.tokens, args.repeat, args.temp, args.seed, throughput)
     drafting = Drafting(
         subject,
         args.draft,
