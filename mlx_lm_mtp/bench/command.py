@@ -24,6 +24,11 @@ DESCRIPTION = (
     "Decode prompts with stock mlx-lm and with drafts, in turn, and compare speeds and "
     "tokens. See docs/benchmarks.md."
 )
+_DEPTH = (
+    "Every k is measured with depth=fixed, and depth=throughput, up to the largest k, "
+    "beside them. --draft-option depth=... measures every k that way, and nothing "
+    "beside them."
+)
 _INTERRUPTED = 130  # as a shell has it for Ctrl-C
 _PROMPT_TOKENS = 128
 
@@ -33,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a directory or a repository")
     _add_runs(parser)
-    _add_drafting(parser.add_argument_group("drafting"))
+    _add_drafting(parser.add_argument_group("drafting", _DEPTH))
     _add_shape(parser.add_argument_group("instead of MODEL"))
     add("--json", type=file, metavar="FILE", help="write everything as JSON, too")
     add("--plot", type=_png, metavar="FILE.png", help="draw speed-up against k")
