@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..arguments import file, real, whole
 from ..errors import DraftError, InvalidOption
 from ..options import DraftOptions
@@ -29,7 +30,6 @@ _DEPTH = (
     "beside them. --draft-option depth=... measures every k that way, and nothing "
     "beside them."
 )
-_INTERRUPTED = 130  # as a shell has it for Ctrl-C
 _PROMPT_TOKENS = 128
 
 
@@ -46,17 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="instead of those built in: one a line, JSON lines, or a JSON list",
-    )
-    add(
-        "--ignore-chat-template",
-        action="store_true",
-        help="give the model the prompts as they are",
-    )
+    arguments.add_prompts(parser, required=False)
     add(
         "--tokens",
         type=whole(2),
@@ -71,20 +61,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="times over (default: 3)",
     )
-    add(
-        "--temp",
-        type=real(0),
-        default=0.0,
-        metavar="T",
-        help="temperature; 0, the default, is greedy",
-    )
-    add(
-        "--seed",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="before each run (default: 0)",
-    )
+    arguments.add_sampling(parser)
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -105,16 +82,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafting(group: Any) -> None:
-    group.add_argument(
-        "--draft", default="mtp", metavar="NAME", help="what drafts (default: mtp)"
-    )
-    group.add_argument(
-        "--draft-option",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="as for mlx_lm.generate; may be repeated",
-    )
+    arguments.add_drafter(group)
     group.add_argument(
         "--synthetic-acceptance",
         type=real(0, 1),
@@ -212,7 +180,7 @@ def _measure(results: Results, subject: Subject, plan: Plan, drafting: Drafting)
     except KeyboardInterrupt:
         done = len(results.runs) + len(results.costs)
         _say(f"interrupted after {done} of {steps(subject, plan)} measurements.")
-        return _INTERRUPTED
+        return arguments.INTERRUPTED
     if (difference := parted(results, subject)) and mx.default_device() == mx.cpu:
         raise DraftError(
             f"{difference}; on a CPU they must be the same, so this is a fault: please "
