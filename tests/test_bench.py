@@ -397,6 +397,36 @@ def test_the_bundled_checkpoint(bench: Bench, tmp_path: Path) -> None:
     assert min(width, height) > 400
 
 
+@pytest.mark.parametrize(
+    ("draft", "option"),
+    [
+        ("chain", "chain.drafters=ngram"),
+        ("draft-model", f"draft-model.model={BUNDLED}"),
+    ],
+    ids=str,
+)
+def test_drafters_that_have_options_or_build_others(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    draft: str,
+    option: str,
+) -> None:
+    known, file = DrafterPlugins(), tmp_path / "prompts"
+    file.write_text("class Node:")
+    for name in ("chain", "draft_model", "ngram"):
+        drafter = importlib.import_module(f"mlx_lm_mtp.drafters.{name}")
+        known.add(drafter, "mlx-lm-mtp")
+    monkeypatch.setattr("mlx_lm_mtp.plugins.drafters", lambda: known)
+    arguments = (BUNDLED, "--prompts", file, "--tokens", 4, "--repeat", 1)
+    arguments += ("--k", 0, 1, "--draft", draft)
+    code, out, err = bench(*arguments, "--draft-option", option)
+    assert (code, err) == (0, "")
+    assert f"- Drafts: {draft}; depth=fixed; {option}\n" in out
+    code, _, err = bench(*arguments, "--draft-option", "ngram.sorted=1")
+    assert code == 2 and "sorted" in err
+
+
 def test_a_checkpoint_that_has_lost_its_head(bench: Bench, tmp_path: Path) -> None:
     bare = checkpoints.write(tmp_path, head=False).path
     arguments = (bare, "--tokens", 4, "--repeat", 1, "--k", 1)

@@ -148,7 +148,9 @@ class _Bench:
 
     def drafted(self, way: int | Chosen, truth: Truth, tokens: int) -> Run:
         """With drafts, compared with stock."""
-        tally, k, options = Tally(), way, self.drafting.options
+        tally, k = Tally(), way
+        # Those of drafters have gone into the drafter.
+        options = replace(self.drafting.options, of_drafters=())
         if isinstance(k, Chosen):
             k, options = max(self.plan.ks), replace(options, depth="throughput")
         said, times, _ = self._decode(
