@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import math
 import statistics
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,13 @@ from scripted import Scripted
 import mlx_lm_mtp.drafters.mtp
 from mlx_lm_mtp import cli
 from mlx_lm_mtp.bench import costs, measure, prompts, shapes
-from mlx_lm_mtp.bench.figures import Results, geometric_mean
-from mlx_lm_mtp.bench.measure import Run
+from mlx_lm_mtp.bench.figures import Beside, Results, geometric_mean
+from mlx_lm_mtp.bench.measure import Chosen, Run
 from mlx_lm_mtp.bench.oracle import OracleDrafter
+from mlx_lm_mtp.depth import Known, Throughput
 from mlx_lm_mtp.plugins import DrafterPlugins
 from mlx_lm_mtp.state.recurrence import Recurrence
+from mlx_lm_mtp.stats import DraftStats
 
 pytestmark = pytest.mark.usefixtures("plugin", "registered")
 
@@ -113,8 +117,14 @@ def test_figures_follow_from_what_was_measured(bench: Bench, tmp_path: Path) -> 
     code, out, err = bench(*arguments, "--json", file)
     found = json.loads(file.read_text())
     assert (code, err) == (0, "")
-    stock, *drafted = found["summary"]
+    stock, *drafted, cold, warm = found["summary"]
     assert [row["k"] for row in drafted] == ks and stock["k"] is None
+    assert (cold["k"], warm["k"]) == ("throughput, cold", "throughput, warm")
+    assert (cold["runs"], warm["runs"]) == (3, 3)
+    for row in (cold, warm):
+        every = medians(found, row["k"])
+        assert math.isclose(row["ratio"], geometric_mean(every))
+        assert row["predicted"] is None and f"| {row['k']} | " in out
     for row in drafted:
         every = medians(found, row["k"])
         assert math.isclose(row["ratio"], geometric_mean(every))
@@ -132,10 +142,13 @@ def test_figures_follow_from_what_was_measured(bench: Bench, tmp_path: Path) -> 
     assert "that of mtp, an MTP head with random weights" in out
 
 
-def test_stock_and_every_k_are_run_in_turn(as_json: Callable[..., Any]) -> None:
+def test_stock_and_every_way_to_draft_are_run_in_turn(
+    as_json: Callable[..., Any],
+) -> None:
     found = as_json(*TINY, *ALWAYS, "--repeat", 2, "--max-k", 1)
     order = [(run["repetition"], run["prompt"], run["k"]) for run in found["runs"]]
-    assert order == [(r, p, k) for r in (0, 1) for p in (0, 1, 2) for k in (None, 0, 1)]
+    ways = {r: (None, 0, 1, f"throughput, {('cold', 'warm')[r]}") for r in (0, 1)}
+    assert order == [(r, p, k) for r in (0, 1) for p in (0, 1, 2) for k in ways[r]]
     assert {run["tokens"] for run in found["runs"]} == {8}
     assert {run["prompt_tokens"] for run in found["runs"]} == {4}
     assert all(set(cost["verify"]) == {"1", "2"} for cost in found["costs"])
@@ -204,6 +217,96 @@ def test_ratios_compare_runs_of_one_repetition_with_any_baseline() -> None:
     assert results.ratios(2, 0, baseline=0) == [4]
 
 
+# --- depth=throughput ---------------------------------------------------------------
+
+
+def test_what_was_chosen_is_compared_with_the_best_k_of_each_prompt() -> None:
+    def record(prompt: int, repetition: int, k: Any, speed: float, *by_k: int) -> None:
+        stats = DraftStats(rounds_by_k=Counter(dict(enumerate(by_k))))
+        run = (prompt, repetition, k, 4, 11, 0.1, 10 / speed)
+        results.add(Run(*run, stats=None if k is None else stats))
+
+    results = Results()
+    # Of prompt 0 the best is k=2, of prompt 1 it is k=0; repetition 1 is twice as fast.
+    speeds = {0: {None: 10, 0: 8, 2: 20}, 1: {None: 10, 0: 12, 2: 5}}
+    for repetition, prompt in itertools.product((0, 1), (0, 1)):
+        for k, speed in speeds[prompt].items():
+            record(prompt, repetition, k, speed * (1 + repetition), 5)
+    record(0, 0, Chosen.COLD, 15, 1, 0, 3)
+    record(1, 0, Chosen.COLD, 6, 2, 2)
+    record(0, 1, Chosen.WARM, 40, 0, 0, 4)
+    record(1, 1, Chosen.WARM, 18, 1)
+    cold, warm = results.choices
+    assert (cold.k, warm.k) == (Chosen.COLD, Chosen.WARM)
+    assert cold.share_by_k == [3 / 8, 2 / 8, 3 / 8]
+    assert warm.share_by_k == [1 / 5, 0, 4 / 5]
+    assert cold.stock == approx(geometric_mean([1.5, 0.6]), 0.6)
+    assert cold.best == approx(geometric_mean([0.75, 0.5]), 0.5)
+    assert warm.stock == approx(geometric_mean([2, 0.9]), 0.9)
+    assert warm.best == approx(geometric_mean([1, 0.75]), 0.75)
+
+
+def approx(mean: float, worst: float) -> Beside:
+    return Beside(pytest.approx(mean), pytest.approx(worst))
+
+
+@pytest.mark.throughput
+def test_what_was_learnt_is_kept_from_the_first_run_on(
+    as_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Known] = []
+    knew: list[bool] = []
+
+    def noted(known: Known) -> Throughput:
+        begun.append(known)
+        knew.append(known.to_dict() != Known().to_dict())
+        return Throughput(known)
+
+    monkeypatch.setattr("mlx_lm_mtp.drafting.Throughput", noted)
+    found = as_json(*TINY, *ALWAYS, "--tokens", 24, "--repeat", 2, "--k", 1, 3)
+    # Six runs, none of them for warming up, and all learn for the others.
+    assert knew == [False] + 5 * [True] and len({*map(id, begun)}) == 1
+    for choice in found["throughput"]:
+        assert math.isclose(sum(choice["share_by_k"]), 1)
+        assert len(choice["share_by_k"]) <= 1 + 3
+    runs = [run for run in found["runs"] if str(run["k"]).startswith("throughput")]
+    assert {run["stats"]["num_draft_tokens"] for run in runs} == {3}
+    assert all("depth=fixed" not in run["stats"]["strategy"] for run in runs)
+
+
+@pytest.mark.throughput
+def test_where_all_drafts_are_wrong(bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    never = ("--synthetic-acceptance", 0, "--tokens", 32, "--k", 2, "--json", file)
+    code, out, err = bench(*TINY, *never)
+    assert (code, err) == (0, "")
+    found = json.loads(file.read_text())
+    (cold,) = found["throughput"]  # one repetition: nothing is warm
+    assert cold["share_by_k"][0] > 0 and "throughput, warm" not in out
+    row = found["summary"][-1]
+    assert row["tokens_a_round"] == 1 and row["parted"] == 0
+    worst = cold["best"]["worst"]
+    assert f"| **{cold['best']['mean']:.2f}** ({worst:.2f}) " in out
+    assert f" | k=0 {cold['share_by_k'][0]:.0%}" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--k", 1, "--draft-option", "depth=fixed"),
+        ("--k", 1, "--draft-option", "depth=throughput"),
+        ("--k", 0),  # there is nothing to choose
+    ],
+    ids=str,
+)
+def test_nothing_is_measured_beside_a_depth_that_was_asked_for(
+    as_json: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    found = as_json(*TINY, *ALWAYS, *arguments)
+    assert [row["k"] for row in found["summary"]] == [None, arguments[1]]
+    assert found["throughput"] == []
+
+
 # --- the oracle -------------------------------------------------------------------
 
 
@@ -262,6 +365,7 @@ def test_every_k_has_the_same_oracle_and_every_repetition_another(
     as_json: Callable[..., Any],
 ) -> None:
     arguments = ("--synthetic-acceptance", 0.5, "--draft-cost", "none")
+    arguments += ("--draft-option", "depth=fixed")
     found = as_json(*TINY, *arguments, "--tokens", 40, "--repeat", 2, "--k", 1, 39)
     first = {
         (run["repetition"], run["k"]): run["stats"]["accept_histogram"]
@@ -291,6 +395,36 @@ def test_the_bundled_checkpoint(bench: Bench, tmp_path: Path) -> None:
     )
     assert (signature, kind) == (b"\x89PNG\r\n\x1a\n", b"IHDR")
     assert min(width, height) > 400
+
+
+@pytest.mark.parametrize(
+    ("draft", "option"),
+    [
+        ("chain", "chain.drafters=ngram"),
+        ("draft-model", f"draft-model.model={BUNDLED}"),
+    ],
+    ids=str,
+)
+def test_drafters_that_have_options_or_build_others(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    draft: str,
+    option: str,
+) -> None:
+    known, file = DrafterPlugins(), tmp_path / "prompts"
+    file.write_text("class Node:")
+    for name in ("chain", "draft_model", "ngram"):
+        drafter = importlib.import_module(f"mlx_lm_mtp.drafters.{name}")
+        known.add(drafter, "mlx-lm-mtp")
+    monkeypatch.setattr("mlx_lm_mtp.plugins.drafters", lambda: known)
+    arguments = (BUNDLED, "--prompts", file, "--tokens", 4, "--repeat", 1)
+    arguments += ("--k", 0, 1, "--draft", draft)
+    code, out, err = bench(*arguments, "--draft-option", option)
+    assert (code, err) == (0, "")
+    assert f"- Drafts: {draft}; depth=fixed; {option}\n" in out
+    code, _, err = bench(*arguments, "--draft-option", "ngram.sorted=1")
+    assert code == 2 and "sorted" in err
 
 
 def test_a_checkpoint_that_has_lost_its_head(bench: Bench, tmp_path: Path) -> None:
@@ -365,10 +499,14 @@ def test_prompts_of_a_file(text: str, found: list[str], tmp_path: Path) -> None:
     assert prompts.read(file) == found
 
 
-def test_help_names_every_shape(bench: Bench) -> None:
+def test_help_names_every_shape_and_what_is_measured_beside_each_k(
+    bench: Bench,
+) -> None:
     code, out, _ = bench("--help")
     assert code == 0
     assert all(f" {shape}" in out for shape in shapes.SHAPES)
+    said = "--draft-option depth=... measures every k that way, and nothing beside them"
+    assert said in " ".join(out.split())
 
 
 # --- what goes wrong --------------------------------------------------------------
@@ -440,7 +578,7 @@ def test_without_matplotlib(
 
 @pytest.fixture
 def wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafted runs of k=2 say something else at token 5."""
+    """Drafted runs of up to k=2 say something else at token 5."""
     decode = measure._Bench._decode
 
     def decoded(self: Any, *args: Any, **drafting: Any) -> Any:
@@ -456,8 +594,8 @@ def wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_tokens_than_stock_s_are_an_error_on_a_cpu(bench: Bench) -> None:
     code, out, err = bench(*TINY, *ALWAYS, "--k", 1, 2)
     assert code == 2
-    assert "| 0 of 3 " in out and "| 3 of 3 " in out
-    said = "3 of 6 runs parted from stock's tokens, the first at token 5 of"
+    assert out.count("| 0 of 3 ") == 1 and out.count("| 3 of 3 ") == 2
+    said = "6 of 9 runs parted from stock's tokens, the first at token 5 of"
     assert f"{said} 'random ids 1' with k=2; on a CPU they must be" in err
 
 
@@ -486,9 +624,13 @@ def test_a_text_that_ends_at_once_cannot_be_timed(
     assert "'random ids 1' ends after 1 token, which cannot be timed" in err
 
 
-@pytest.mark.parametrize("after", [0, 4])
+@pytest.mark.parametrize(("after", "done"), [(0, 0), (4, 4), (5, 7)])
 def test_an_interrupt_reports_what_was_measured(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    after: int,
+    done: int,
 ) -> None:
     drafted, calls = measure._Bench.drafted, []
 
@@ -502,10 +644,11 @@ def test_an_interrupt_reports_what_was_measured(
     file = tmp_path / "bench.json"
     code, out, err = bench(*TINY, *ALWAYS, "--k", 1, 2, "--json", file)
     # Two calls are for warming up; each prompt has stock and its costs besides.
-    done = {0: 0, 4: 6}[after]
     assert code == 130
-    assert f"interrupted after {done} of 12 measurements." in err
+    assert f"interrupted after {done} of 15 measurements." in err
     assert file.exists() == bool(done) and ("| k=2 " in out) == bool(done)
     if done:
         runs = json.loads(file.read_text())["runs"]
-        assert [run["k"] for run in runs] == [None, 1, 2, None]
+        known = [None, 1, 2, "throughput, cold", None]
+        assert [run["k"] for run in runs] == known[: len(runs)]
+        assert ("throughput, cold" in out) == (len(runs) > 3)

@@ -275,6 +275,7 @@ def test_a_bug_is_told_and_ends_with_one(command: Compare, three: Path) -> None:
     ("arguments", "said"),
     [
         (("--prompts", "/no"), "--prompts /no cannot be read: No such file"),
+        (("--json", "/no/x"), "--json: /no/x is in a folder that does not exist; make"),
         (("--max-tokens", 0), "--max-tokens: '0' is given; give an integer of at"),
         (("--draft", "medusa"), "unknown drafter 'medusa'; the known ones are:"),
         (("--draft-option", "verify=x"), "verify is 'x'; choose one of: batch"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import arguments
 from ..arguments import file, real, whole
 from ..errors import DraftError, InvalidOption
 from ..options import DraftOptions
@@ -24,7 +25,11 @@ DESCRIPTION = (
     "Decode prompts with stock mlx-lm and with drafts, in turn, and compare speeds and "
     "tokens. See docs/benchmarks.md."
 )
-_INTERRUPTED = 130  # as a shell has it for Ctrl-C
+_DEPTH = (
+    "Every k is measured with depth=fixed, and depth=throughput, up to the largest k, "
+    "beside them. --draft-option depth=... measures every k that way, and nothing "
+    "beside them."
+)
 _PROMPT_TOKENS = 128
 
 
@@ -33,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="a directory or a repository")
     _add_runs(parser)
-    _add_drafting(parser.add_argument_group("drafting"))
+    _add_drafting(parser.add_argument_group("drafting", _DEPTH))
     _add_shape(parser.add_argument_group("instead of MODEL"))
     add("--json", type=file, metavar="FILE", help="write everything as JSON, too")
     add("--plot", type=_png, metavar="FILE.png", help="draw speed-up against k")
@@ -41,17 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_runs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="instead of those built in: one a line, JSON lines, or a JSON list",
-    )
-    add(
-        "--ignore-chat-template",
-        action="store_true",
-        help="give the model the prompts as they are",
-    )
+    arguments.add_prompts(parser, required=False)
     add(
         "--tokens",
         type=whole(2),
@@ -66,20 +61,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="times over (default: 3)",
     )
-    add(
-        "--temp",
-        type=real(0),
-        default=0.0,
-        metavar="T",
-        help="temperature; 0, the default, is greedy",
-    )
-    add(
-        "--seed",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="before each run (default: 0)",
-    )
+    arguments.add_sampling(parser)
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -100,16 +82,7 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_drafting(group: Any) -> None:
-    group.add_argument(
-        "--draft", default="mtp", metavar="NAME", help="what drafts (default: mtp)"
-    )
-    group.add_argument(
-        "--draft-option",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="as for mlx_lm.generate; may be repeated",
-    )
+    arguments.add_drafter(group)
     group.add_argument(
         "--synthetic-acceptance",
         type=real(0, 1),
@@ -167,12 +140,14 @@ def _bench(args: argparse.Namespace, command: str) -> int:
     from .measure import Plan
 
     install()
-    # Unless it is asked for otherwise, every k is measured as such.
-    given = {"depth": "fixed", **DraftOptions.parse(args.draft_option)}
-    options = DraftOptions.of(given)
+    # Unless it is asked for otherwise, every k is measured as such, and what chooses
+    # among them beside.
+    asked = DraftOptions.parse(args.draft_option)
+    options = DraftOptions.of({"depth": "fixed", **asked})
     subject = _subject(args)
     ks = tuple(dict.fromkeys(args.k)) if args.k else tuple(range(args.max_k + 1))
-    plan = Plan(ks, args.tokens, args.repeat, args.temp, args.seed)
+    throughput = "depth" not in asked and any(ks)
+    plan = Plan(ks, args.tokens, args.repeat, args.temp, args.seed, throughput)
     drafting = Drafting(
         subject,
         args.draft,
@@ -205,7 +180,7 @@ def _measure(results: Results, subject: Subject, plan: Plan, drafting: Drafting)
     except KeyboardInterrupt:
         done = len(results.runs) + len(results.costs)
         _say(f"interrupted after {done} of {steps(subject, plan)} measurements.")
-        return _INTERRUPTED
+        return arguments.INTERRUPTED
     if (difference := parted(results, subject)) and mx.default_device() == mx.cpu:
         raise DraftError(
             f"{difference}; on a CPU they must be the same, so this is a fault: please "

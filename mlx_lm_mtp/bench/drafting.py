@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from .. import plugins
-from ..drafters.base import DraftContext, Drafter
+from ..build import resolve
+from ..drafters.base import Drafter
 from ..drafters.mtp import MTPDrafter
 from ..heads.head import MTPHead
 from ..options import DraftOptions
-from ..origin import path_of
 from .oracle import OracleDrafter
 from .shapes import random_head
 from .subject import Subject
@@ -108,10 +107,12 @@ class Drafting:
             return MTPDrafter(self._random_head)
         if self._name == "mtp" and self._subject.head is not None:
             return MTPDrafter(self._subject.head)
-        subject, options = self._subject, replace(self.options, num_draft_tokens=k)
-        path = path_of(subject.model)
-        context = DraftContext(subject.model, subject.tokenizer, options, path)
-        return plugins.drafters()[self._name].factory(context)
+        subject = self._subject
+        # Nothing is built for no drafts, but plain decoding is run with a drafter, too.
+        options = replace(self.options, num_draft_tokens=max(k, 1))
+        made = resolve(self._name, subject.model, subject.tokenizer, options)
+        assert made is not None
+        return made
 
     @functools.cached_property
     def _random_head(self) -> MTPHead:

@@ -1,10 +1,11 @@
-"""Runs stock and every k in turn, so that a slow moment falls on all of them."""
+"""Runs stock and every way to draft in turn: a slow moment falls on all of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import mlx.core as mx
@@ -23,16 +24,31 @@ STOCK = None  # the k of a run without the plugin; k = 0 is plain decoding with 
 _WARM = 8  # tokens of the runs that do not count
 
 
+class Chosen(StrEnum):
+    """The k of runs in which ``depth=throughput`` chooses it, round by round.
+
+    It goes on from what it has learnt in the runs before, as it does in a process that
+    decodes one text after the other. So its first repetition is another way to decode.
+    """
+
+    COLD = "throughput, cold"
+    WARM = "throughput, warm"
+
+
+Way = int | Chosen | None  # fixed drafts a round, or chosen ones, or `STOCK`
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is run.
 
     Args:
-        ks: Drafts a round, each a way to decode.
+        ks: Drafts a round, each a way to decode; at least one.
         tokens: Tokens of each run, at least 2.
         repeat: How often every prompt is decoded in each way.
         temp: Temperature; 0 is greedy.
         seed: Of `mx.random`, before each run.
+        throughput: Whether ``depth=throughput``, up to the largest k, is one more way.
     """
 
     ks: tuple[int, ...]
@@ -40,6 +56,12 @@ class Plan:
     repeat: int
     temp: float = 0.0
     seed: int = 0
+    throughput: bool = False
+
+    def ways(self, repetition: int) -> tuple[int | Chosen, ...]:
+        """The ways to draft, in the order in which they are run."""
+        chosen = Chosen.WARM if repetition else Chosen.COLD
+        return (*self.ks, chosen) if self.throughput else self.ks
 
 
 @dataclass(frozen=True)
@@ -48,7 +70,7 @@ class Run:
 
     Args:
         prompt, repetition: Which, from 0.
-        k: Drafts a round, or `STOCK`.
+        k: Drafts a round, or who chooses them, or `STOCK`.
         prompt_tokens: Tokens that were prefilled.
         tokens: Tokens that were decoded.
         first_token: Seconds from the call to the first token.
@@ -59,7 +81,7 @@ class Run:
 
     prompt: int
     repetition: int
-    k: int | None
+    k: Way
     prompt_tokens: int
     tokens: int
     first_token: float
@@ -75,11 +97,11 @@ class Run:
 
 def steps(subject: Subject, plan: Plan) -> int:
     """How many records :func:`measure` gives."""
-    return len(subject.prompts) * plan.repeat * (len(plan.ks) + 2)
+    return len(subject.prompts) * plan.repeat * (len(plan.ways(0)) + 2)
 
 
 def measure(subject: Subject, plan: Plan, drafting: Drafting) -> Iterator[Run | Costs]:
-    """Every prompt, again and again: stock, the costs of the parts, then each k.
+    """Every prompt, again and again: stock, the costs of the parts, then each way.
 
     Raises:
         DraftError: If a drafter cannot be built, or a text ends at once.
@@ -100,7 +122,10 @@ class _Bench:
         self.drafting = drafting
 
     def warm_up(self) -> None:
-        """Build the drafters and compile what there is to compile."""
+        """Build the drafters and compile what there is to compile.
+
+        Chosen depths are left out, for they would learn from it, and not be cold.
+        """
         tokens = min(_WARM, self.plan.tokens)
         _, truth = self.stock(0, 0, tokens)
         for k in self.plan.ks:
@@ -111,8 +136,8 @@ class _Bench:
         run, truth = self.stock(prompt, repetition, self.plan.tokens)
         yield run
         yield self.costs(truth)
-        for k in self.plan.ks:
-            yield self.drafted(k, truth, self.plan.tokens)
+        for way in self.plan.ways(repetition):
+            yield self.drafted(way, truth, self.plan.tokens)
 
     def stock(self, prompt: int, repetition: int, tokens: int) -> tuple[Run, Truth]:
         """Stock without the plugin, and what it said."""
@@ -121,19 +146,23 @@ class _Bench:
         run = Run(prompt, repetition, STOCK, self._length(prompt), len(said), *times)
         return run, Truth(prompt, repetition, said, vocabulary)
 
-    def drafted(self, k: int, truth: Truth, tokens: int) -> Run:
-        """With k drafts a round, compared with stock."""
-        tally = Tally()
+    def drafted(self, way: int | Chosen, truth: Truth, tokens: int) -> Run:
+        """With drafts, compared with stock."""
+        tally, k = Tally(), way
+        # Those of drafters have gone into the drafter.
+        options = replace(self.drafting.options, of_drafters=())
+        if isinstance(k, Chosen):
+            k, options = max(self.plan.ks), replace(options, depth="throughput")
         said, times, _ = self._decode(
             truth.prompt,
             tokens,
             draft=self.drafting.drafter(k, truth),
             num_draft_tokens=k,
-            draft_options=self.drafting.options,
+            draft_options=options,
             draft_stats=tally,
         )
         length = self._length(truth.prompt)
-        run = (truth.prompt, truth.repetition, k, length, len(said), *times)
+        run = (truth.prompt, truth.repetition, way, length, len(said), *times)
         return Run(*run, parted=_parted(said, truth.tokens), stats=tally.stats)
 
     def costs(self, truth: Truth) -> Costs:

@@ -1,15 +1,17 @@
-"""Speed-up against k as a picture: what was measured, and what was predicted."""
+"""Speed-up against k as a picture: measured, predicted, and with chosen depths."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidOption
-from .figures import Results
-from .measure import STOCK
+from .figures import Results, Row
+from .measure import Chosen
 
 _REAL, _PREDICTED, _STOCK = "#1f5fa8", "#d9822b", "#555555"
+_CHOSEN = {Chosen.COLD: "#7fb77e", Chosen.WARM: "#2c7a3f"}
 
 
 def check_available() -> None:
@@ -35,17 +37,35 @@ def draw(results: Results, title: str, path: Path) -> None:
     """
     from matplotlib.figure import Figure  # without pyplot, which would want a display
 
-    rows = [row for row in results.rows if row.k is not STOCK]
-    ks = [row.k for row in rows]
-    ratios = [row.ratio for row in rows]
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    chosen = bool(results.choices)
+    figure = Figure(figsize=(6.4, 5.6 if chosen else 4.2), layout="constrained")
+    heights = [3, 1] if chosen else [1]
+    speeds, *rounds = figure.subplots(
+        len(heights), sharex=True, squeeze=False, height_ratios=heights
+    )[:, 0]
+    _draw_speeds(speeds, results.rows)
+    speeds.set_title(title, fontsize=11)
+    for axes in rounds:
+        _draw_rounds(axes, results)
+    for axes in (speeds, *rounds):
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    axes.set_xlabel("drafts a round, k")
+    figure.savefig(path, dpi=150)
+
+
+def _draw_speeds(axes: Any, rows: list[Row]) -> None:
+    """Every fixed k is a point; what has no k of its own is a line across."""
+    fixed = [row for row in rows if isinstance(row.k, int)]
+    ks = [row.k for row in fixed]
     axes.axhline(1, color=_STOCK, linewidth=1.2, label="stock")
-    below = [row.ratio - row.ratios[0] for row in rows]
-    above = [row.ratios[1] - row.ratio for row in rows]
+    below = [row.ratio - row.ratios[0] for row in fixed]
+    above = [row.ratios[1] - row.ratio for row in fixed]
     axes.errorbar(
         ks,
-        ratios,
+        [row.ratio for row in fixed],
         yerr=[below, above],
         color=_REAL,
         marker="o",
@@ -54,7 +74,7 @@ def draw(results: Results, title: str, path: Path) -> None:
         label="measured (bars: slowest and fastest run)",
         zorder=3,  # above what was predicted
     )
-    hoped = [(row.k, row.predicted) for row in rows if row.predicted is not None]
+    hoped = [(row.k, row.predicted) for row in fixed if row.predicted is not None]
     if hoped:
         axes.plot(
             *zip(*hoped, strict=True),
@@ -64,12 +84,19 @@ def draw(results: Results, title: str, path: Path) -> None:
             markerfacecolor="white",
             label="predicted from the parts of a round",
         )
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel("drafts a round, k")
+    for row in rows:
+        if isinstance(row.k, Chosen):
+            color, label = _CHOSEN[row.k], f"depth={row.k}"
+            axes.axhline(row.ratio, color=color, linestyle=":", label=label)
     axes.set_ylabel("decoding speed, stock = 1")
     axes.set_xticks(ks)
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+
+
+def _draw_rounds(axes: Any, results: Results) -> None:
+    """How many rounds asked for each k, side by side."""
+    width = 0.4
+    for i, choice in enumerate(results.choices):
+        ks = [k + (i - 0.5) * width for k in range(len(choice.share_by_k))]
+        color = _CHOSEN[choice.k]
+        axes.bar(ks, choice.share_by_k, width, color=color, label=choice.k.value)
+    axes.set_ylabel("share of rounds")

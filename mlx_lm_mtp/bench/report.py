@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from .._version import __version__
 from .drafting import Drafting
-from .figures import Results, Row
-from .measure import STOCK, Plan
+from .figures import Beside, Choice, Results, Row
+from .measure import STOCK, Chosen, Plan, Way
 from .subject import Subject
 
 _SHOWN = 32  # letters of a prompt
@@ -43,6 +43,9 @@ def header(command: str, subject: Subject, plan: Plan, drafting: Drafting) -> st
         f"{name} {where[name]}" for name in ("mlx", "mlx-lm", "mlx-lm-mtp")
     )
     drafts = "; ".join([drafting.description, *drafting.options.unusual])
+    ways = "stock and each k"
+    if plan.throughput:
+        ways = f"stock, each k, and depth=throughput up to k={max(plan.ks)},"
     lines = [
         f"    {command}",
         "",
@@ -51,16 +54,16 @@ def header(command: str, subject: Subject, plan: Plan, drafting: Drafting) -> st
         f"- Versions: Python {where['python']}, {versions}",
         f"- Model: {subject.name}",
         f"- Runs: {_many(len(subject.prompts), 'prompt')} × {plan.tokens} tokens, "
-        f"{how}, seed {plan.seed}, {_many(plan.repeat, 'repetition')}; stock and each "
-        "k in turn",
+        f"{how}, seed {plan.seed}, {_many(plan.repeat, 'repetition')}; {ways} in turn",
         f"- Drafts: {drafts}",
     ]
     return "\n".join(lines)
 
 
 def body(results: Results, subject: Subject) -> str:
-    """The tables: all prompts, each prompt, and the parts of a round."""
-    tables = [_ways(results), _by_prompt(results, subject), _parts(results)]
+    """The tables: all prompts, each prompt, chosen depths, the parts of a round."""
+    tables = [_ways(results), _by_prompt(results, subject)]
+    tables += [_choices(results), _parts(results)]
     if results.computed:
         tables.append(f"Gated-delta layers (recurrence, capture): {results.computed}.")
     return "\n\n".join(table for table in tables if table)
@@ -113,6 +116,29 @@ def _by_prompt(results: Results, subject: Subject) -> str:
     return _table(["prompt", "stock, tok/s", *map(name, ks)], rows)
 
 
+def _choices(results: Results) -> str:
+    """What ``depth=throughput`` has chosen, and how far it is behind a fixed k."""
+    if not results.choices:
+        return ""
+    head = [
+        "depth",
+        "against stock (worst prompt)",
+        "against the best k of each prompt (worst prompt)",
+        "rounds at each k",
+    ]
+    return _table(head, map(_choice, results.choices))
+
+
+def _choice(choice: Choice) -> list[str]:
+    shares = {k: share for k, share in enumerate(choice.share_by_k) if share}
+    told = ", ".join(f"k={k} {share:.0%}" for k, share in shares.items())
+    return [name(choice.k), _beside(choice.stock), _beside(choice.best), told]
+
+
+def _beside(found: Beside) -> str:
+    return f"**{found.mean:.2f}** ({found.worst:.2f})"
+
+
 def _parts(results: Results) -> str:
     verify, draft = results.parts()
     if not verify:
@@ -141,10 +167,12 @@ def parted(results: Results, subject: Subject) -> str:
     )
 
 
-def name(k: int | None) -> str:
+def name(k: Way) -> str:
     """A way to decode, for people."""
     if k is STOCK:
         return "stock"
+    if isinstance(k, Chosen):
+        return k.value
     return f"k={k}" if k else "k=0, plain"
 
 

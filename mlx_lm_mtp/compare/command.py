@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import arguments
 from ..arguments import real, whole
 from ..errors import DraftError
 from ..options import DraftOptions
@@ -23,25 +22,13 @@ DESCRIPTION = (
     "differs whether it is a near-tie or a bug. Exit code 0: all as promised; 1: not; "
     "2: it could not be compared. See docs/checking.md."
 )
-_INTERRUPTED = 130  # as a shell has it for Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser of the subcommand its arguments."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a directory or a repository")
-    add(
-        "--prompts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help='one prompt a line, JSON lines with a "prompt" each, or a JSON list',
-    )
-    add(
-        "--ignore-chat-template",
-        action="store_true",
-        help="give the model the prompts as they are",
-    )
+    arguments.add_prompts(parser, required=True)
     add(
         "--max-tokens",
         type=whole(1),
@@ -57,15 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare with plain decoding as this package computes it, not with "
         "stock's own; they differ where stock has no kernel for gated-delta layers",
     )
-    add(
-        "--json", metavar="FILE", help="write all of it as JSON, too; - is the terminal"
-    )
+    arguments.add_json(parser)
 
 
 def _add_drafting(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--draft", default="mtp", metavar="NAME", help="what drafts (default: mtp)"
-    )
+    arguments.add_drafter(group)
     group.add_argument(
         "--num-draft-tokens",
         type=whole(1),
@@ -73,34 +56,14 @@ def _add_drafting(group: argparse._ArgumentGroup) -> None:
         metavar="K",
         help=f"drafts a round (default: {DraftOptions.num_draft_tokens})",
     )
-    group.add_argument(
-        "--draft-option",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="as for mlx_lm.generate; may be repeated",
-    )
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    arguments.add_sampling(group)
     add = group.add_argument
-    add(
-        "--temp",
-        type=real(0),
-        default=0.0,
-        metavar="T",
-        help="temperature; 0, the default, is greedy",
-    )
     add("--top-p", type=real(0, 1), default=0.0, metavar="P", help="as stock's")
     add("--min-p", type=real(0, 1), default=0.0, metavar="P", help="as stock's")
     add("--top-k", type=whole(0), default=0, metavar="K", help="as stock's")
-    add(
-        "--seed",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="before each run (default: 0)",
-    )
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -127,10 +90,10 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     except DraftError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = arguments.INTERRUPTED
     if found:
         print(report.summary(found), file=out)
-        _write(parser, args.json, found)
+        arguments.write_json(parser, args.json, [one.to_dict() for one in found])
     sys.exit(code)
 
 
@@ -162,19 +125,3 @@ def _shown(comparisons: Iterator[Comparison], n: int) -> Iterator[Comparison]:
     from tqdm import tqdm
 
     yield from tqdm(comparisons, "compare", n, disable=None, leave=False)
-
-
-def _write(
-    parser: argparse.ArgumentParser, file: str | None, found: list[Comparison]
-) -> None:
-    if file is None:
-        return
-    text = json.dumps([one.to_dict() for one in found], indent=1)
-    if file == "-":
-        print(text)
-        return
-    try:
-        Path(file).write_text(text + "\n")
-    except OSError as error:
-        told = f"--json {file} cannot be written ({error.strerror})"
-        parser.exit(2, f"{parser.prog}: error: {told}; name another file.\n")

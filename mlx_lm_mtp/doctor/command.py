@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from collections import deque
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .. import arguments
+from ..arguments import whole
 from ..errors import DraftError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ DESCRIPTION = (
 )
 _TOKENS = 64
 _MAX_K = 4
-_INTERRUPTED = 130  # as a shell has it for Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,21 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tokens",
-        type=_whole(8, 4096),
+        type=whole(8, 4096),
         default=_TOKENS,
         metavar="N",
         help=f"decoded behind each prompt (default: {_TOKENS})",
     )
     add(
         "--max-k",
-        type=_whole(1, 7),
+        type=whole(1, 7),
         default=_MAX_K,
         metavar="K",
         help=f"the most drafts a round (default: {_MAX_K})",
     )
-    add(
-        "--json", metavar="FILE", help="write all of it as JSON, too; - is the terminal"
-    )
+    arguments.add_json(parser)
 
 
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -75,7 +72,6 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from .examine import Plan
     from .verdict import BROKEN, judge
 
-    _check_json(parser, args.json)
     try:
         install()
     except DraftError as error:
@@ -83,20 +79,11 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     texts = args.prompt or [BUILT_IN[0], BUILT_IN[2], BUILT_IN[3]]
     findings = _examine(Plan(args.model, args.mtp_head, texts, args.tokens, args.max_k))
     if findings is None:
-        parser.exit(_INTERRUPTED, f"{parser.prog}: interrupted.\n")
+        parser.exit(arguments.INTERRUPTED, f"{parser.prog}: interrupted.\n")
     verdict = judge(findings)
-    text = json.dumps(report.to_dict(findings, verdict), indent=1, default=list)
-    if args.json == "-":
-        print(text)
-    else:
+    if args.json != "-":
         print(report.report(findings, verdict))
-    if args.json not in (None, "-"):
-        try:
-            Path(args.json).write_text(text + "\n")
-        except OSError as error:
-            # Python's own exit code for it would say that the head does not pay.
-            told = f"--json {args.json} cannot be written ({error.strerror})"
-            parser.exit(BROKEN, f"{parser.prog}: error: {told}; name another file.\n")
+    arguments.write_json(parser, args.json, report.to_dict(findings, verdict))
     sys.exit(verdict.code)
 
 
@@ -115,22 +102,3 @@ def _examine(plan: Plan) -> Findings | None:
             return deque(steps, maxlen=1).pop()
     except KeyboardInterrupt:
         return None
-
-
-def _check_json(parser: argparse.ArgumentParser, file: str | None) -> None:
-    if file not in (None, "-") and not Path(file).absolute().parent.is_dir():
-        parser.error(
-            f"--json {file} is in a folder that does not exist; make it, or name "
-            "another file."
-        )
-
-
-def _whole(least: int, most: int) -> Any:
-    def whole(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is given; give an integer from {least} to {most}."
-            )
-        return int(text)
-
-    return whole
