@@ -44,7 +44,7 @@ _MARGIN = 1.02  # by which another k must be better to be taken
 
 _NEAR = 16  # rounds before one that it is compared with
 _ENOUGH = 2  # comparisons behind which a cost is known at all …
-_FEW = 15  # … and well
+_FEW = 25  # … and well
 _SPREAD = 0.1  # of the seconds of rounds of one kind, as a part of them
 _SLOPE = 0.5  # of a width never tried, against the slope of those that were
 
@@ -54,9 +54,9 @@ LEVELS = (0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 _GUESS = [(1 + 0.2 * i) / 22 for i in range(len(LEVELS))]
 _PRIOR = 20.0  # drafts that this counts as, when all texts so far are averaged
 _FORGETS = 0.998  # what is left of one of these texts' drafts with each further one
-_CHANGES = 0.01  # the chance, each round, that the text has changed …
+_CHANGES = 0.005  # the chance, each round, that the text has changed …
 _OTHER_TEXT = 0.5  # … and in another regime, or another generation
-_HOPES = 0.5  # standard deviations that are read in favour of a k that may be tried
+_HOPES = 0.3  # standard deviations that are read in favour of a k that may be tried
 _FADES = 0.98  # what is left of a case in a plain share with each further one
 SILENT = -1  # the drafts of a round whose drafter was asked and had none
 
@@ -110,7 +110,7 @@ class Costs:
     def of(cls, known: Mapping[str, Sequence[float]]) -> Costs:
         """As :meth:`to_dict` has put it down."""
         costs = cls()
-        costs._known = {int(w): list(map(float, known[w])) for w in known}
+        costs._known = {int(w): list(map(float, of_w)) for w, of_w in known.items()}
         return costs
 
     def to_dict(self) -> dict[str, list[float]]:
@@ -131,12 +131,6 @@ class Costs:
         """Whether rounds of this width are known."""
         return len(self._known.get(width, ())) >= _ENOUGH
 
-    def meet(self, width: int) -> bool:
-        """Whether a width was met before; the first round of one compiles."""
-        met = width in self._known
-        self._known.setdefault(width, [])
-        return met
-
     def add(self, width: int, seconds: float) -> None:
         """Add a round."""
         plain = self._plain_round(width)
@@ -154,7 +148,7 @@ class Costs:
         others = [
             seconds / self._at(other)
             for other, seconds in self._recent
-            if other != width and self._known[other]
+            if other != width and self._known.get(other)
         ]
         most = 2 * len(others) > len(self._recent)
         return statistics.median(others) if most else None
@@ -560,7 +554,7 @@ class Throughput:
         if verified.stopped or verified.rescue is not None:
             return
         self._rounds += 1
-        steady = verified.k == self._last  # else it has work of the round before
+        steady = verified.k == self._last  # else it has work of the round before, too
         self._last = verified.k
         self._follow(verified.regime)
         known, drafted = self._known, verified.drafted
@@ -568,7 +562,7 @@ class Throughput:
         if verified.seconds is None:
             return
         width = drafted if drafted or not verified.k else SILENT
-        if known.costs.meet(width) and steady:
+        if steady:  # the first of a kind may compile
             known.costs.add(width, verified.seconds)
         if known.costs.measured(0):
             self._account(verified)

@@ -42,7 +42,7 @@ class Learnt:
         return Throughput(self._known)
 
     def keep(self, rounds: int) -> None:
-        """Write it down for the next process: after the 1st, 2nd, 4th, 8th … generation.
+        """Write it down for the next process, after the 1st, 2nd, 4th, 8th … of them.
 
         Args:
             rounds: That the generation had; a short one has not learnt much.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ def fixed_depth(
     from mlx_lm_mtp import learnt
     from mlx_lm_mtp.depth import Fixed
 
+    # What one test has learnt, no other one is to know.
+    monkeypatch.setattr(learnt, "KIND", f"depths-{uuid.uuid4().hex}")
     if request.node.get_closest_marker("throughput") is None:
         monkeypatch.setattr(learnt, "Throughput", lambda known: Fixed())
 

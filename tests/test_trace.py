@@ -188,7 +188,7 @@ def test_what_a_depth_chose_is_chosen_again(pattern: str, file: Path) -> None:
     ks = [done.k for recorded in found for done in recorded.rounds]
     assert len({*ks}) > 1 and {d.parked for r in found for d in r.rounds} > {""}
     first, second = found[:2]
-    assert first.known["costs"] == {} and second.known["costs"]["0"]["rounds"] >= 2
+    assert first.known["costs"] == {} and len(second.known["costs"]["0"]) >= 2
     ahead = max(len(asked) for recorded in found for asked in recorded.asked)
     assert ahead == (1 if pattern == "0" else 2)
 
@@ -213,7 +213,7 @@ def test_a_depth_that_is_always_k_leaves_nothing_to_ask(file: Path) -> None:
 CONSTANTS = {
     "_MARGIN": 3.0,
     "_TRIAL": 4,
-    "_GUESS": 0.1,
+    "_CHANGES": 0.5,
     "_ENOUGH": 4,
     "_SHARE": 0.5,
     "PARKED": "for no reason",
@@ -265,9 +265,9 @@ def test_what_each_depth_was_taken_to_yield(file: Path) -> None:
     head, *rows = [line.split() for line in depths(recorded).splitlines()]
     assert head[:2] == ["k", "rounds"] and [row[0] for row in rows] == [*"0123"]
     assert sum(int(row[1]) for row in rows) == len(recorded.rounds)
-    assert float(rows[0][2]) == 1.0 and 8 < float(rows[0][3]) < 12
-    for _, _, tokens, ms, rate in rows:
-        wanted = 1000 * float(tokens) / float(ms.strip("~"))
+    assert [float(told) for told in rows[0][2:]] == [1.0, 1.0, 1.0]
+    for _, _, tokens, rounds, rate in rows:
+        wanted = float(tokens) / float(rounds.strip("~"))
         assert float(rate) == pytest.approx(wanted, rel=0.02)
     recorded.rounds, recorded.asked = recorded.rounds[:1], recorded.asked[:1]
     assert depths(recorded) == "depth: plain decoding was not measured yet"
