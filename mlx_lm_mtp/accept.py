@@ -31,6 +31,8 @@ from . import random_state
 from .choices import log_probabilities
 from .history import History
 
+_NONE = mx.array([], dtype=mx.uint32)  # of no stream: it is never computed
+
 
 class Judge(Protocol):
     """The target's choice at each position of one verify of S inputs.
@@ -120,17 +122,17 @@ class AtOnce:
         self._thread = threading.get_ident()
         self._rows: list[mx.array] = []  # (V,) log-probabilities
         self._broken: list[mx.array] = []  # (), whether a row is, if it may be
-        self._chosen = mx.zeros(0, dtype=mx.uint32)
         self._states: list[mx.array] = []  # before each choice, and behind the last
         self._left: mx.array | None = None  # the state as the caller has found it
         self._error: Exception | None = None  # raised behind the last chosen token
         if sampler is greedy_sampler and not processors and logits.shape[0] == 1:
-            logprobs = log_probabilities(logits[0])
+            logprobs = log_probabilities(logits.squeeze(0))
             self._chosen = sampler(logprobs)
-            self._rows += [logprobs[i] for i in range(logits.shape[1])]
+            positions = range(logits.shape[1])
+            self._rows = [logprobs[i : i + 1].squeeze(0) for i in positions]
             self._evaluate()
         else:
-            self._follow(0)
+            self._follow([])
 
     def _evaluate(self) -> None:
         self._read: tuple[list[int], list[list[int]], list[bool]] | None = None
@@ -143,9 +145,10 @@ class AtOnce:
             self._along,
         )
 
-    def _follow(self, start: int) -> None:
-        """Choose at position `start` and all behind it, on the path that is right."""
-        chosen = [self._chosen[i : i + 1] for i in range(start)]
+    def _follow(self, chosen: list[mx.array]) -> None:
+        """Choose behind these `(1,)` tokens of the first positions, on the path that is
+        right."""
+        start = len(chosen)
         self._error = None
         for noted in (self._rows, self._broken, self._states):
             del noted[start:]
@@ -160,7 +163,7 @@ class AtOnce:
         except BaseException:  # of the user's, who wants to stop
             random_state.put_back(self._states[start])
             raise
-        self._chosen = mx.concatenate([self._chosen[:0], *chosen])
+        self._chosen = mx.concatenate([_NONE, *chosen])
         self._evaluate()
 
     def _path(self, chosen: list[mx.array]) -> int | mx.array:
@@ -185,7 +188,7 @@ class AtOnce:
     def judge(self, i: int) -> None:
         """See :class:`Judge`; the choice was made, unless the caller drew since."""
         if self._left is not None and self._here() and self._drawn():
-            self._follow(i)
+            self._follow([self.chosen(j) for j in range(i)])
         if self._error is not None and i == len(self._rows):
             self._leave(i)
             with self._history.choosing(self._history.length + i + 1):
@@ -243,7 +246,9 @@ class AtOnce:
     def settle(self, kept: int) -> None:
         """See :class:`Judge`."""
         if kept:
-            self._history.add(self._pending, self._chosen[: kept - 1])
+            self._history.add(self._pending)
+        if kept > 1:
+            self._history.add(self._chosen[: kept - 1])
 
     def _values(self) -> tuple[list[int], list[list[int]], list[bool]]:
         if self._read is None:
