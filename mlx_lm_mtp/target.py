@@ -73,8 +73,9 @@ class Target:
         self._by_row = _by_row.get(model)
         if self._by_row is None:
             self._by_row = _by_row[model] = attentions_by_row(model)
-        quantized = any(isinstance(m, nn.QQLinear) for m in model.modules())
-        self.one_row = ONE_ROW if quantized and mx.default_device() == mx.cpu else ""
+        on_cpu = mx.default_device() == mx.cpu
+        quantizes = on_cpu and any(isinstance(m, nn.QQLinear) for m in model.modules())
+        self.one_row = ONE_ROW if quantizes else ""
 
     def __call__(
         self, tokens: mx.array, caches: Sequence[Any], *, form: Form | None = None
