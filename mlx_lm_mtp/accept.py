@@ -122,6 +122,7 @@ class AtOnce:
         self._thread = threading.get_ident()
         self._rows: list[mx.array] = []  # (V,) log-probabilities
         self._broken: list[mx.array] = []  # (), whether a row is, if it may be
+        self._chosen = _NONE
         self._states: list[mx.array] = []  # before each choice, and behind the last
         self._left: mx.array | None = None  # the state as the caller has found it
         self._error: Exception | None = None  # raised behind the last chosen token
@@ -132,7 +133,7 @@ class AtOnce:
             self._rows = [logprobs[i : i + 1].squeeze(0) for i in positions]
             self._evaluate()
         else:
-            self._follow([])
+            self._follow(0)
 
     def _evaluate(self) -> None:
         self._read: tuple[list[int], list[list[int]], list[bool]] | None = None
@@ -145,10 +146,9 @@ class AtOnce:
             self._along,
         )
 
-    def _follow(self, chosen: list[mx.array]) -> None:
-        """Choose behind these `(1,)` tokens of the first positions, on the path that is
-        right."""
-        start = len(chosen)
+    def _follow(self, start: int) -> None:
+        """Choose at position `start` and all behind it, on the path that is right."""
+        chosen = [self._chosen[i : i + 1] for i in range(start)]
         self._error = None
         for noted in (self._rows, self._broken, self._states):
             del noted[start:]
@@ -163,7 +163,7 @@ class AtOnce:
         except BaseException:  # of the user's, who wants to stop
             random_state.put_back(self._states[start])
             raise
-        self._chosen = mx.concatenate([_NONE, *chosen])
+        self._chosen = mx.concatenate([self._chosen[:0], *chosen])
         self._evaluate()
 
     def _path(self, chosen: list[mx.array]) -> int | mx.array:
@@ -188,7 +188,7 @@ class AtOnce:
     def judge(self, i: int) -> None:
         """See :class:`Judge`; the choice was made, unless the caller drew since."""
         if self._left is not None and self._here() and self._drawn():
-            self._follow([self.chosen(j) for j in range(i)])
+            self._follow(i)
         if self._error is not None and i == len(self._rows):
             self._leave(i)
             with self._history.choosing(self._history.length + i + 1):
