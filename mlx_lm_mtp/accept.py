@@ -31,6 +31,8 @@ from . import random_state
 from .choices import log_probabilities
 from .history import History
 
+_NONE = mx.array([], dtype=mx.uint32)  # of no stream: it is never computed
+
 
 class Judge(Protocol):
     """The target's choice at each position of one verify of S inputs.
@@ -120,14 +122,15 @@ class AtOnce:
         self._thread = threading.get_ident()
         self._rows: list[mx.array] = []  # (V,) log-probabilities
         self._broken: list[mx.array] = []  # (), whether a row is, if it may be
-        self._chosen = mx.zeros(0, dtype=mx.uint32)
+        self._chosen = _NONE
         self._states: list[mx.array] = []  # before each choice, and behind the last
         self._left: mx.array | None = None  # the state as the caller has found it
         self._error: Exception | None = None  # raised behind the last chosen token
         if sampler is greedy_sampler and not processors and logits.shape[0] == 1:
-            logprobs = log_probabilities(logits[0])
+            logprobs = log_probabilities(logits.squeeze(0))
             self._chosen = sampler(logprobs)
-            self._rows += [logprobs[i] for i in range(logits.shape[1])]
+            positions = range(logits.shape[1])
+            self._rows = [logprobs[i : i + 1].squeeze(0) for i in positions]
             self._evaluate()
         else:
             self._follow(0)
@@ -243,7 +246,9 @@ class AtOnce:
     def settle(self, kept: int) -> None:
         """See :class:`Judge`."""
         if kept:
-            self._history.add(self._pending, self._chosen[: kept - 1])
+            self._history.add(self._pending)
+        if kept > 1:
+            self._history.add(self._chosen[: kept - 1])
 
     def _values(self) -> tuple[list[int], list[list[int]], list[bool]]:
         if self._read is None:

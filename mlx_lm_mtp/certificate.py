@@ -18,17 +18,17 @@ model (:func:`fingerprint`): if one of them changes, it is measured anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
@@ -38,6 +38,7 @@ from mlx_lm.models.cache import (
 
 from . import anatomy, random_state, store
 from ._version import __version__
+from .origin import ByModel
 from .profile import Stopwatch
 from .state import row_check
 from .state.bits import contents, same_bits
@@ -54,7 +55,10 @@ _DRAWS = 2  # texts that they are compared on
 _RING = 256  # of a rotating cache, if it is smaller: it must not be full
 # Numbers of cached tokens at which a device may go over to another kernel.
 _BANDS = (256, 1024, 4096, 16384, 65536)
+_PLAIN = (bool, int, float, str)
 _known: dict[str, dict[str, Any]] = {}  # fingerprint -> what was found in this process
+_structures: ByModel[tuple[Any, str]] = ByModel()  # what it looked like, and the digest
+version = functools.cache(metadata.version)  # which reads a file
 
 
 class Certificate:
@@ -237,8 +241,6 @@ def fingerprint(target: Target, caches: Sequence[Any]) -> str:
     """
     device = mx.default_device()
     model = target.model
-    parts = [(n, _structure(m)) for n, m in model.named_modules()]
-    weights = [(n, a.shape, str(a.dtype)) for n, a in tree_flatten(model.parameters())]
     known = [
         (str(device), mx.device_info(device).get("device_name")),
         (mx.device_info(device).get("architecture"), platform.platform()),
@@ -248,17 +250,41 @@ def fingerprint(target: Target, caches: Sequence[Any]) -> str:
         target.recurrence.asked,
         sorted(set(map(_kind, flat(caches)))),
         repr(getattr(model, "args", "")),
-        sorted(parts),
-        sorted(weights),
+        _structure(model),
     ]
-    return hashlib.sha256(json.dumps(known, default=str).encode()).hexdigest()[:32]
+    return _digest(known)[:32]
 
 
-def _structure(module: nn.Module) -> list[str]:
-    """A module's class, and what it keeps beside its weights."""
-    plain = (bool, int, float, str)
-    own = [f"{k}={v}" for k, v in vars(module).items() if isinstance(v, plain)]
-    return [f"{type(module).__module__}.{type(module).__qualname__}", *sorted(own)]
+def _digest(known: Any) -> str:
+    text = json.dumps(known, default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _structure(model: nn.Module) -> str:
+    """The digest of what a model is built of.
+
+    To look at all of it takes far less time than to digest it. So a model is looked at
+    for every generation, and its digest kept for as long as it looks the same.
+    """
+    look = _look(model)
+    known = _structures.get(model)
+    if known is None or known[0] != look:
+        known = _structures[model] = look, _digest(look)
+    return known[1]
+
+
+def _look(part: Any) -> Any:
+    """Of modules the classes and plain attributes, of weights the shapes and dtypes."""
+    if isinstance(part, mx.array):
+        return part.shape, part.dtype
+    if isinstance(part, nn.Module):
+        own = {k: v for k, v in vars(part).items() if isinstance(v, _PLAIN)}
+        return type(part), own, {name: _look(inner) for name, inner in part.items()}
+    if isinstance(part, dict):
+        return {name: _look(inner) for name, inner in part.items()}
+    if isinstance(part, list | tuple):
+        return [_look(inner) for inner in part]
+    return None
 
 
 def _kind(cache: Any) -> str:

@@ -25,8 +25,16 @@ _MOST = 256
 class Kept(NamedTuple):
     """What was kept of one verify."""
 
-    inputs: mx.array  # (1, n)
-    hidden: mx.array | None  # (1, n, H), the target's at each of them
+    inputs: Sequence[int]  # n of them
+    all_hidden: mx.array | None  # (P, n', H), the target's at all inputs, kept or not
+    row: int  # the path that was kept
+
+    @property
+    def hidden(self) -> mx.array | None:
+        """`(1, n, H)`, the target's at each input that was kept."""
+        if self.all_hidden is None:
+            return None
+        return self.all_hidden[self.row : self.row + 1, : len(self.inputs)]
 
 
 class Ahead(NamedTuple):
@@ -134,9 +142,7 @@ class Drafting:
         if self._ahead is not None:  # the drafter knows them already
             self._ahead = self._ahead._replace(yielded=n)
             return
-        with mx.stream(self._stream):
-            kept = None if hidden is None else hidden[row : row + 1, :n]
-            self._unobserved.append(Kept(_known(tokens), kept))
+        self._unobserved.append(Kept(tuple(tokens), hidden, row))
         if len(self._unobserved) >= _MOST:
             self.observe()
 
@@ -146,9 +152,9 @@ class Drafting:
         if not legs:
             return
         with mx.stream(self._stream), self._timed("observe"):
-            hidden = [leg.hidden for leg in legs if leg.hidden is not None]
+            hidden = [kept for leg in legs if (kept := leg.hidden) is not None]
             self._drafter.observe(
-                mx.concatenate([leg.inputs for leg in legs], axis=1),
+                _known([token for leg in legs for token in leg.inputs]),
                 mx.concatenate(hidden, axis=1) if hidden else None,
             )
 

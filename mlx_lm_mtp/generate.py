@@ -63,6 +63,8 @@ from .verify import Verifier
 Step = tuple[int, mx.array, bool]
 OnTokens = Callable[[list[int]], bool | None]
 _CLEAR_EVERY = 256  # tokens between two clearings of MLX's buffer cache, as in stock
+# Of numbers that Python has, so it is of no stream, and nothing is computed for it.
+_NO_DRAFTS = Proposal(mx.array([[]], dtype=mx.uint32))
 
 
 class Pending(NamedTuple):
@@ -334,9 +336,8 @@ class _Loop:
             if self.options.audit:
                 self.audit = Audit(self.target, self.caches, token, self._quantized)
             forward = self.verifier.first(token[None])
-            none = Proposal(mx.zeros((1, 0), dtype=mx.uint32))
-            along = self._along(forward.logits, none)
-            judge = self._judge(forward.logits, none.tokens, token, along)
+            along = self._along(forward.logits, _NO_DRAFTS)
+            judge = self._judge(forward.logits, _NO_DRAFTS.tokens, token, along)
             self._quantize()
             judge.judge(0)
             judge.settle(1)
@@ -413,12 +414,14 @@ class _Loop:
                 with mx.stream(self.stream):
                     judge.judge(len(tokens))
                 tokens.append(token)
+                self.work.pause()
                 try:
-                    with self.work.paused():
-                        yield token, logprobs, len(tokens) > 1
+                    yield token, logprobs, len(tokens) > 1
                 except TakeBack:
                     tokens.pop()
                     raise
+                finally:
+                    self.work.go_on()
                 with self.timed("accept"):
                     more = self._goes_on(judge, leg.drafts, tokens)
                 if more:
@@ -469,7 +472,7 @@ class _Loop:
     def _draft(self, k: int) -> Proposal:
         """Up to k drafts behind the pending token."""
         if k == 0:
-            return Proposal(mx.zeros((1, 0), dtype=mx.uint32))
+            return _NO_DRAFTS
         return self.drafting.draft(self._read(), self.pending.logprobs.shape[-1], k)
 
     def _inputs(self, drafts: mx.array) -> mx.array:
@@ -484,12 +487,14 @@ class _Loop:
         k = self.options.num_draft_tokens
         if budget > 0:
             k = min(k, budget - 1)
+        if k == 0:
+            return 0, ""
         limit, reason = self.verifier.limit(taken_back)
         allowed = k if limit is None else min(k, limit - 1)
         if self.certificate is not None and allowed > 0:
             held = self.certificate.widest(self.options.paths, allowed + 1) - 1
             allowed, reason = held, reason if held == allowed else NO_FORM
-        return allowed, reason if allowed == 0 < k else ""
+        return allowed, "" if allowed else reason
 
     def _chosen_depth(self, most: int) -> tuple[int, str]:
         """Drafts of a round, of so many that it may have; and why it is parked."""
@@ -522,7 +527,8 @@ class _Loop:
         with mx.stream(self.stream), self.timed("commit") as wait:
             verified.commit(kept, row)
             self._quantize()
-            wait([cache.state for cache in self.caches])
+            if self.timed.waits:
+                wait([cache.state for cache in self.caches])
 
     def _rescue(self, proposal: Proposal, kept: int, budget: int) -> Branch | None:
         """What to verify next in this round, if the first path was rejected early."""
@@ -547,21 +553,20 @@ class _Loop:
         """The record of a leg; of one that was stopped, only what was seen counts."""
         stopped = stopped or self.ended
         drafted = kept - 1 if stopped else leg.drafts.shape[1]
-        source = leg.source
-        known = Round(leg.k, drafted, kept - 1, stopped=stopped, seconds=seconds)
-        if isinstance(source, Branch):
-            return replace(known, rescue=source.position)
-        listed = source.candidates
-        choices = [] if listed is None else judge.choices()[:drafted]
-        probed = () if listed is None else map(tuple, listed[0].tolist())
-        return replace(
-            known,
+        known = (leg.k, drafted, kept - 1)
+        if isinstance(leg.source, Branch):
+            rescue = leg.source.position
+            return Round(*known, rescue=rescue, stopped=stopped, seconds=seconds)
+        return Round(
+            *known,
             regime=self.regime.now,
             undrafted=leg.undrafted,
             parked=leg.parked,
             unguided=self.drafting.unguided if drafted else "",
-            origins=source.origins,
-            probed=tuple(zip(probed, choices, strict=False)),
+            origins=leg.source.origins,
+            probed=_probed(leg.source, judge, drafted),
+            stopped=stopped,
+            seconds=seconds,
         )
 
     def _along(self, logits: mx.array, source: Proposal | Branch) -> list[mx.array]:
@@ -625,3 +630,13 @@ class _Loop:
             self.learnt.keep(self.stats.rounds)
         if self.trace is not None:
             self.trace.end(self.stats.stats)
+
+
+def _probed(
+    proposal: Proposal, judge: Judge, drafted: int
+) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """The drafter's choices at each position, and the target's token there."""
+    if proposal.candidates is None:
+        return ()
+    choices = map(tuple, proposal.candidates[0].tolist())
+    return tuple(zip(choices, judge.choices()[:drafted], strict=False))

@@ -9,8 +9,8 @@ device takes for all stages shows where the tokens are waited for, in ``accept``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -34,40 +34,57 @@ class Stopwatch:
     Args:
         add: Is told each stage and its seconds; None measures nothing.
         waits: Whether the device is waited for at the end of each stage.
+
+    Attributes:
+        waits: As given.
     """
 
     def __init__(
         self, add: Callable[[str, float], None] | None = None, waits: bool = True
     ) -> None:
         self._add = add
-        self._waits = waits
+        self.waits = waits
         for stage in STAGES if add else ():
             add(stage, 0.0)  # what never happens took no time
         self._inner = [0.0]  # seconds of the stages inside the current ones
 
     def __call__(self, stage: str) -> AbstractContextManager[Wait]:
-        """Time what runs in the context; it hands over arrays that are waited for."""
+        """Time what runs in the context; it hands over arrays to be waited for."""
         if self._add is None:
-            return nullcontext(_wait_for_nothing)
-        return self._timed(stage, self._add)
+            return nullcontext(_nothing)
+        return _Timed(
+            stage, self._add, self._inner, mx.eval if self.waits else _nothing
+        )
 
-    @contextmanager
-    def _timed(self, stage: str, add: Callable[[str, float], None]) -> Iterator[Wait]:
-        waited: list[Any] = []
-        start = time.perf_counter()
+
+class _Timed:
+    """One stage under way. (A generator would take several times as long.)"""
+
+    def __init__(
+        self,
+        stage: str,
+        add: Callable[[str, float], None],
+        inner: list[float],
+        wait: Wait,
+    ) -> None:
+        self._stage = stage
+        self._add = add
+        self._inner = inner
+        self._wait = wait
+
+    def __enter__(self) -> Wait:
         self._inner.append(0.0)
-        try:
-            yield lambda *arrays: waited.extend(arrays)
-            if self._waits:
-                mx.eval(waited)
-        finally:
-            whole = time.perf_counter() - start
-            add(stage, whole - self._inner.pop())
-            self._inner[-1] += whole
+        self._start = time.perf_counter()
+        return self._wait
+
+    def __exit__(self, *error: object) -> None:
+        whole = time.perf_counter() - self._start
+        self._add(self._stage, whole - self._inner.pop())
+        self._inner[-1] += whole
 
 
-def _wait_for_nothing(*arrays: Any) -> None:
-    """What a stage that is not timed does with its arrays."""
+def _nothing(*arrays: Any) -> None:
+    """What a stage that is not waited for does with its arrays."""
 
 
 class Lap:
@@ -78,14 +95,13 @@ class Lap:
         self._worked = 0.0
         self._since = now()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What runs in the context is not work."""
+    def pause(self) -> None:
+        """What comes now is not work."""
         self._worked += self._now() - self._since
-        try:
-            yield
-        finally:
-            self._since = self._now()
+
+    def go_on(self) -> None:
+        """It is again."""
+        self._since = self._now()
 
     def lap(self) -> float:
         """Seconds of work since the last call."""

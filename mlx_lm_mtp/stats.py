@@ -395,10 +395,11 @@ class Tally:
         values["rounds_by_k"][begun.k] += 1
         if begun.unguided:
             values["unguided"][begun.unguided] += 1
-        values["origin_drafted"].update(begun.origins[:drafted])
-        values["origin_accepted"].update(begun.origins[:accepted])
-        values["drafted"].update(range(drafted))
-        values["accepted"].update(range(accepted))
+        if drafted:
+            values["origin_drafted"].update(begun.origins[:drafted])
+            values["origin_accepted"].update(begun.origins[:accepted])
+            values["drafted"].update(range(drafted))
+            values["accepted"].update(range(accepted))
         values["accept_histogram"][accepted] += 1
         for position, (choices, token) in enumerate(begun.probed):
             values["probed"][position] += 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from .state.capture import see_through
 from .state.forms import Form, computed
 from .state.recurrence import Recurrence, current
 from .state.rowwise import attentions_by_row, rowwise
-from .wrapping import wrap
+from .wrapping import Meanwhile, wrap
 
 _by_row: ByModel[frozenset[type[nn.Module]]] = ByModel()
 ONE_ROW = "MLX quantises activations on the CPU for one row only"
@@ -68,58 +68,63 @@ class Target:
         self.model = model
         self.recurrence = recurrence or current()
         see_through()
-        self._hidden = hidden
         self._norm = None if hidden is None else _final_norm(model)
+        self._pre_norm = hidden == "pre_norm"
         self._by_row = _by_row.get(model)
         if self._by_row is None:
             self._by_row = _by_row[model] = attentions_by_row(model)
-        quantized = any(isinstance(m, nn.QQLinear) for m in model.modules())
-        self.one_row = ONE_ROW if quantized and mx.default_device() == mx.cpu else ""
+        on_cpu = mx.default_device() == mx.cpu
+        quantizes = on_cpu and any(isinstance(m, nn.QQLinear) for m in model.modules())
+        self.one_row = ONE_ROW if quantizes else ""
 
     def __call__(
         self, tokens: mx.array, caches: Sequence[Any], *, form: Form | None = None
     ) -> Forward:
         """Feed `(P, S)` tokens; with a form, in the arithmetic of decoding."""
-        with ExitStack() as stack:
-            if form is not None and tokens.size > 1:
-                stack.enter_context(computed(form, *tokens.shape))
-                if self._by_row and tokens.shape[1] > 1:
-                    stack.enter_context(rowwise(self._by_row))
-            stack.enter_context(self.recurrence())
-            tap = stack.enter_context(_tapped(self._norm))
+        if form is None or tokens.size == 1:
+            return self._forward(tokens, caches)
+        with computed(form, *tokens.shape), self._one_by_one(tokens.shape[1]):
+            return self._forward(tokens, caches)
+
+    def _one_by_one(self, width: int) -> AbstractContextManager[None]:
+        """Where layers of the model need it, so many tokens run one after the other."""
+        return rowwise(self._by_row) if self._by_row and width > 1 else nullcontext()
+
+    def _forward(self, tokens: mx.array, caches: Sequence[Any]) -> Forward:
+        if self._norm is None:
+            with self.recurrence():
+                return Forward(self.model(tokens, cache=caches), None)
+        tap = _Tap(self._norm)
+        wrap(type(self._norm), "__call__", _noting)
+        with self.recurrence(), Meanwhile(_thread, "tap", tap):
             logits = self.model(tokens, cache=caches)
-            return Forward(logits, getattr(tap, self._hidden) if self._hidden else None)
+        return Forward(logits, tap.pre_norm if self._pre_norm else tap.post_norm)
 
 
-class _Tap(threading.local):
-    """What went through one norm in this thread."""
+class _Tap:
+    """What has gone through one norm."""
 
-    norm: nn.Module | None = None
     pre_norm: mx.array | None = None
     post_norm: mx.array | None = None
 
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
 
-_tap = _Tap()
+
+class _PerThread(threading.local):
+    tap: _Tap | None = None
 
 
-@contextmanager
-def _tapped(norm: nn.Module | None) -> Iterator[_Tap]:
-    """Note down what goes through a norm, in this thread, while the context lasts."""
-    if norm is not None:
-        wrap(type(norm), "__call__", _noting)
-    _tap.norm = norm
-    try:
-        yield _tap
-    finally:
-        _tap.norm = _tap.pre_norm = _tap.post_norm = None  # nothing is kept alive
+_thread = _PerThread()
 
 
 def _noting(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @functools.wraps(stock)
     def call(self: nn.Module, x: mx.array) -> mx.array:
         y = stock(self, x)
-        if _tap.norm is self:
-            _tap.pre_norm, _tap.post_norm = x, y
+        tap = _thread.tap
+        if tap is not None and tap.norm is self:
+            tap.pre_norm, tap.post_norm = x, y
         return y
 
     return call

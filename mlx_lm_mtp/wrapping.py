@@ -22,10 +22,37 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """
     if isinstance(owner, type):  # where the class, or one that it inherits from, has it
         owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+    if (owner, name) in _stock:  # asked in every forward
+        return
     with _lock:
         if (owner, name) not in _stock and name in vars(owner):
             _stock[owner, name] = vars(owner)[name]
             setattr(owner, name, wrapper(vars(owner)[name]))
+
+
+class Meanwhile:
+    """In a ``with``, one name in the state of this thread has another value.
+
+    A class, for a generator would take several times as long, and every forward enters
+    a few of these.
+
+    Args:
+        state: What wrappers consult.
+        name: Of the attribute.
+        value: The other value.
+    """
+
+    def __init__(self, state: threading.local, name: str, value: Any) -> None:
+        self._state = state
+        self._name = name
+        self._value = value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._state, self._name)
+        setattr(self._state, self._name, self._value)
+
+    def __exit__(self, *error: object) -> None:
+        setattr(self._state, self._name, self._before)
 
 
 def unwrap_all() -> None:

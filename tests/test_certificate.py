@@ -17,6 +17,7 @@ import pytest
 from checks import THREE, generation_differences, model_of, scripted
 from mlx_lm.models import base, switch_layers
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mutants import replaced
 from tiny import VOCAB, Spec
 
@@ -425,6 +426,39 @@ def test_a_change_invalidates_it(monkeypatch: pytest.MonkeyPatch, what: str) -> 
     with monkeypatch.context() as patched:
         other = changed(patched, what)
     assert other != changed(monkeypatch, "nothing") == changed(monkeypatch, "weights")
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "quantised": lambda model: nn.quantize(model, group_size=32, bits=4),
+    "adapters": lambda model: linear_to_lora_layers(
+        model, 1, {"rank": 4, "scale": 20.0, "dropout": 0.0}
+    ),
+    "another dtype": lambda model: model.set_dtype(mx.bfloat16),
+    "one weight": lambda model: model.layers[0].mlp.up_proj.update(
+        {"weight": mx.zeros((8, 8))}
+    ),
+    "an attribute": lambda model: setattr(model.layers[0].mlp, "scale", 2),
+}
+
+
+def fingerprints(change: Callable[[Any], Any]) -> tuple[str, str, str]:
+    """Of one model: twice as it is, and once changed in place."""
+    model = Spec("qwen3_5").build()
+    found = [fingerprint(Target(model), []) for _ in range(2)]
+    change(model)
+    return *found, fingerprint(Target(model), [])
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_is_changed_in_place_is_another(change: str) -> None:
+    before, again, after = fingerprints(CHANGES[change])
+    assert before == again != after
+
+
+def test_what_is_kept_by_model_alone_would_be_seen() -> None:
+    with replaced(certificate, "_look", lambda stock: lambda part: None)():
+        before, _, after = fingerprints(CHANGES["quantised"])
+    assert before == after
 
 
 def test_processes_agree_on_a_fingerprint(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base, switch_layers
 
-from ..wrapping import wrap
+from ..wrapping import Meanwhile, wrap
 from .cuda_rows import product_by_row
 
 Op = Callable[..., mx.array]
@@ -66,37 +66,39 @@ class Call:
     named: dict[str, Any]
 
 
-class _PerThread(threading.local):
-    form = BATCHED
-    rows = (1, 1)  # paths, and inputs of each
+@dataclass(frozen=True)
+class _Asked:
+    """What a thread asks of the wrappers."""
+
+    by_row: frozenset[str] = frozenset()
+    rows: tuple[int, int] = (1, 1)  # paths, and inputs of each
     noted: list[Call] | None = None
+
+
+_NOTHING = _Asked()
+
+
+class _PerThread(threading.local):
+    asked = _NOTHING
 
 
 _thread = _PerThread()
 
 
-@contextlib.contextmanager
-def computed(form: Form, paths: int, width: int) -> Iterator[None]:
-    """Compute what runs in here, a verify of so many inputs, in a form."""
+def computed(form: Form, paths: int, width: int) -> Meanwhile:
+    """Compute what runs in the context, a verify of so many inputs, in a form."""
     if form.by_row:
         see_through()
-    before = _thread.form, _thread.rows
-    _thread.form, _thread.rows = form, (paths, width)
-    try:
-        yield
-    finally:
-        _thread.form, _thread.rows = before
+    return Meanwhile(_thread, "asked", _Asked(form.by_row, (paths, width)))
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[Call]]:
     """Note down the calls of every op that a form can name, in this thread."""
     see_through()
-    _thread.noted = []
-    try:
-        yield _thread.noted
-    finally:
-        _thread.noted = None
+    noted: list[Call] = []
+    with Meanwhile(_thread, "asked", _Asked(noted=noted)):
+        yield noted
 
 
 def see_through() -> None:
@@ -117,7 +119,7 @@ def one_by_one(call: Call) -> mx.array:
 
 def _layer_by_row(stock: Op, layer: nn.Module, *args: mx.array) -> mx.array:
     """A layer whose arguments all have rows, `(P, S, …)` or `(P S, …)`."""
-    paths, width = _thread.rows
+    paths, width = _thread.asked.rows
     if args[0].ndim == 2:
         ones = (slice(i, i + 1) for i in range(paths * width))
         return mx.concatenate([stock(layer, *(a[one] for a in args)) for one in ones])
@@ -132,7 +134,7 @@ def _attention_by_row(
     stock: Op, queries: mx.array, keys: Any, values: Any, *, mask: Any, **named: Any
 ) -> mx.array:
     """Attention of `(P, H, S, D)` queries; each sees what decoding would have."""
-    _, width = _thread.rows
+    _, width = _thread.asked.rows
     length = (keys if isinstance(keys, mx.array) else keys[0]).shape[-2]
 
     def row(p: int, t: int) -> mx.array:
@@ -151,7 +153,7 @@ def _first(x: Any, path: int, n: int) -> Any:
 
 
 def _joined(row: Callable[[int, int], mx.array], axis: int) -> mx.array:
-    paths, width = _thread.rows
+    paths, width = _thread.asked.rows
     side_by_side = ([row(p, t) for t in range(width)] for p in range(paths))
     return mx.concatenate([mx.concatenate(rows, axis) for rows in side_by_side])
 
@@ -161,30 +163,50 @@ def _joined(row: Callable[[int, int], mx.array], axis: int) -> mx.array:
 
 def _by_row(op: str, queries: mx.array, axis: int) -> bool:
     """Whether an op is to run by row on an array that has the rows on these axes."""
-    if op not in _thread.form.by_row or queries.ndim < 2:
+    if op not in _thread.asked.by_row or queries.ndim < 2:
         return False
-    paths, width = _thread.rows
+    paths, width = _thread.asked.rows
     if queries.ndim == 2:
         return queries.shape[0] == paths * width
     return (queries.shape[0], queries.shape[axis]) == (paths, width)
 
 
 def _note(op: str, stock: Op, *args: Any, **named: Any) -> None:
-    if _thread.noted is not None:
-        _thread.noted.append(Call(op, stock, args, named))
+    if _thread.asked.noted is not None:
+        _thread.asked.noted.append(Call(op, stock, args, named))
+
+
+# These are called some hundred times in a forward, whoever runs it: a thread that asks
+# for nothing gets stock at the first line.
 
 
 def _layer(name: str) -> Callable[[Op], Op]:
     def wrapper(stock: Op) -> Op:
         @functools.wraps(stock)
-        def call(self: nn.Module, x: mx.array, *more: mx.array) -> mx.array:
-            _note(name, stock, self, x, *more)
+        def call(self: nn.Module, x: mx.array) -> mx.array:
+            if _thread.asked is _NOTHING:
+                return stock(self, x)
+            _note(name, stock, self, x)
             if not _by_row(name, x, axis=1):
-                return stock(self, x, *more)
-            product = None if more else product_by_row(self, x)
-            if product is not None:
-                return product
-            return _layer_by_row(stock, self, x, *more)
+                return stock(self, x)
+            product = product_by_row(self, x)
+            return _layer_by_row(stock, self, x) if product is None else product
+
+        return call
+
+    return wrapper
+
+
+def _experts(name: str) -> Callable[[Op], Op]:
+    def wrapper(stock: Op) -> Op:
+        @functools.wraps(stock)
+        def call(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+            if _thread.asked is _NOTHING:
+                return stock(self, x, indices)
+            _note(name, stock, self, x, indices)
+            if not _by_row(name, x, axis=1):
+                return stock(self, x, indices)
+            return _layer_by_row(stock, self, x, indices)
 
         return call
 
@@ -196,6 +218,8 @@ def _attention(stock: Op) -> Op:
     def call(
         queries: mx.array, keys: Any, values: Any, *, mask: Any = None, **named: Any
     ) -> mx.array:
+        if _thread.asked is _NOTHING:
+            return stock(queries, keys, values, mask=mask, **named)
         _note(ATTENTION, stock, queries, keys, values, mask=mask, **named)
         # A mask that is an array may hide what decoding would not have had.
         known = mask is None or isinstance(mask, str)
@@ -213,6 +237,6 @@ _WRAPPERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.QuantizedLinear, "__call__", _layer("QuantizedLinear")),
     (nn.Embedding, "as_linear", _layer("Embedding")),
     (nn.QuantizedEmbedding, "as_linear", _layer("QuantizedEmbedding")),
-    (switch_layers.SwitchGLU, "__call__", _layer("SwitchGLU")),
-    (switch_layers.SwitchMLP, "__call__", _layer("SwitchMLP")),
+    (switch_layers.SwitchGLU, "__call__", _experts("SwitchGLU")),
+    (switch_layers.SwitchMLP, "__call__", _experts("SwitchMLP")),
 ]

@@ -18,13 +18,13 @@ import functools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import InvalidOption
+from ..wrapping import Meanwhile
 from .arithmetics import Arithmetic, Arrays, Run, Shapes, of_cuda, of_stock
 from .self_check import fault_of_outputs, fault_of_states
 
@@ -69,14 +69,9 @@ class Recurrence:
         self._note = note
         self._decided: dict[tuple[Any, ...], tuple[Arithmetic, bool]] = {}
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Forwards of this thread compute as this generation does."""
-        before, _thread.recurrence = _thread.recurrence, self
-        try:
-            yield
-        finally:
-            _thread.recurrence = before
+    def __call__(self) -> Meanwhile:
+        """In the context, forwards of this thread compute as this generation does."""
+        return Meanwhile(_thread, "recurrence", self)
 
     def run(
         self, stock: Run, inputs: Inputs, state: mx.array, mask: mx.array | None
@@ -111,13 +106,23 @@ class Recurrence:
         mask: mx.array | None,
     ) -> tuple[Arithmetic, bool]:
         """The arithmetic, and whether it is to give the states."""
-        q, _, v, g, _ = inputs
+        q, k, v, g, beta = inputs
         # What may change from call to call: a layer asks in every forward.
-        dtypes = tuple(x.dtype for x in (*inputs, state))
-        batch, tokens, *rest = q.shape
+        batch, tokens, *heads = q.shape
         length = min(tokens, _LONGEST + 1)  # longer ones are alike
-        shape = (batch, length, *rest, v.shape[2:], g.ndim, dtypes, mask is None)
-        key = (recorded, stock, *shape)
+        key = (
+            *(
+                recorded,
+                stock,
+                batch,
+                length,
+                *heads,
+                v.shape[2:],
+                g.ndim,
+                mask is None,
+            ),
+            *(q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype, state.dtype),
+        )
         decided = self._decided.get(key)
         if decided is None:
             shapes = Shapes.of(inputs, state, mask)

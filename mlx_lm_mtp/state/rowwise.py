@@ -9,17 +9,16 @@ everything around them still sees all tokens at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..wrapping import wrap
+from ..wrapping import Meanwhile, wrap
 
 
 class _PerThread(threading.local):
@@ -41,16 +40,11 @@ def attentions_by_row(model: nn.Module) -> frozenset[type[nn.Module]]:
     )
 
 
-@contextlib.contextmanager
-def rowwise(attentions: Iterable[type[nn.Module]]) -> Iterator[None]:
-    """Let layers of these classes run token by token, in this thread, for a while."""
+def rowwise(attentions: Iterable[type[nn.Module]]) -> Meanwhile:
+    """In the context, layers of these classes run token by token in this thread."""
     for attention in attentions:
         wrap(attention, "__call__", _by_rows)
-    _thread.active = True
-    try:
-        yield
-    finally:
-        _thread.active = False
+    return Meanwhile(_thread, "active", True)
 
 
 def _by_rows(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
