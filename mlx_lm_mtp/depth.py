@@ -510,7 +510,7 @@ class Throughput:
     def _choose(self, most: int) -> int:
         if not self._known.costs.measured(0):
             return 0
-        if self._trial is not None and self._trial.k <= most:
+        if self._trial is not None and self._goes_on(self._trial, most):
             return self._trial.k
         self._trial = None
         if self._now > most:
@@ -528,6 +528,13 @@ class Throughput:
             return self._now
         self._trial = Trial(k, rounds)
         return k
+
+    def _goes_on(self, trial: Trial, most: int) -> bool:
+        """Whether a trial is still worth its next round."""
+        if trial.k > most:
+            return False
+        hoped = self._rates(trial.k, hopeful=True)[-1]
+        return self._known.credit >= 0 or hoped > _MARGIN * self._rates(self._now)[-1]
 
     def _best(self, most: int) -> int:
         """The k that yields most, of those between widths that were measured."""

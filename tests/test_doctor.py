@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -18,11 +19,13 @@ import pytest
 from checkpoints import save
 from tiny import Spec
 
-from mlx_lm_mtp import cli, errors
+from mlx_lm_mtp import Tally, cli, errors, learnt
+from mlx_lm_mtp.depth import MEASURED
 from mlx_lm_mtp.doctor import examine, report, verdict
 from mlx_lm_mtp.doctor.findings import Findings
 from mlx_lm_mtp.doctor.verdict import BROKEN, DOES_NOT_PAY, WORKS, expected, judge
 from mlx_lm_mtp.heads import head_of
+from mlx_lm_mtp.origin import ByModel
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -337,6 +340,24 @@ def test_an_interrupt_is_no_traceback(
     monkeypatch.setattr(examine, "of_checkpoint", interrupted)
     code, _, err = doctor(tmp_path)
     assert code == 130 and err == "mlx_lm_mtp doctor: interrupted.\n"
+
+
+@pytest.mark.throughput
+def test_what_it_learns_of_depths_is_there_for_the_next_process(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learnt, "_learnt", ByModel())
+    _, out, _ = doctor(BUNDLED, "--tokens", 48, "--max-k", 2, "--prompt", "import os")
+    told = line(out, "depth")
+    assert re.fullmatch(r"(k=\d in \d+%,? ?)+ of rounds, .* for later runs", told)
+    monkeypatch.setattr(learnt, "_learnt", ByModel())
+    stats = Tally()
+    model, tokenizer = mlx_lm.load(str(BUNDLED))
+    for _ in mlx_lm.stream_generate(
+        model, tokenizer, "import", max_tokens=8, draft="mtp", draft_stats=stats
+    ):
+        pass
+    assert stats.rounds and not stats.parked[MEASURED]
 
 
 # --- what follows from what was found -----------------------------------------------

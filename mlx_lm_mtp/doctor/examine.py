@@ -63,7 +63,8 @@ class Plan:
     @property
     def steps(self) -> int:
         """How many findings :func:`examine` gives when all goes well."""
-        return 2 + len(HIDDEN) * len(self.texts) + _PASSES + len(WIDTHS)
+        decoded = (len(HIDDEN) + 1) * len(self.texts)
+        return 2 + decoded + _PASSES + len(WIDTHS)
 
 
 def examine(plan: Plan) -> Iterator[Findings]:
@@ -110,6 +111,11 @@ def _examined(plan: Plan, found: Findings) -> Iterator[Findings]:
             said = _decode(subject, prompt, head, options, tally, plan.tokens)
             found = _with_acceptance(found, tallies)
             yield found
+    usual, chosen = DraftOptions(plan.max_k, head=plan.source), Tally()
+    for prompt in subject.prompts:  # what it learns is there for the next process
+        _decode(subject, prompt, head, usual, chosen, plan.tokens)
+        found = replace(found, depth=tuple(chosen.stats.share_by_k))
+        yield found
     following = (said * len(WIDTHS))[: len(WIDTHS)]
     context = subject.prompts[-1].tokens + said
     for costs in _costs(subject, head, context, following, plan.max_k):

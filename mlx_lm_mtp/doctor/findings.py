@@ -48,6 +48,8 @@ class Findings:
             which it was accepted, and so were those before it.
         drafted: Rounds behind each of these figures.
         undrafted: Reason -> rounds that could not draft for it.
+        depth: For each k from 0 on, the share of rounds in which drafting as deep as
+            pays, which is the default, has drafted so many tokens.
         verify: w -> seconds of a verify forward of w tokens.
         draft: Seconds of one draft.
         exact: w -> the form in which a verify of w tokens has the bits, of logits and
@@ -68,6 +70,7 @@ class Findings:
     acceptance: Mapping[str, tuple[float, ...]] | None = None
     drafted: int = 0
     undrafted: Mapping[str, int] | None = None
+    depth: tuple[float, ...] = ()
     verify: Mapping[int, float] | None = None
     draft: float | None = None
     exact: Mapping[int, str | None] | None = None

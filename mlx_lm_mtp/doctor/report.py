@@ -54,6 +54,10 @@ def _drafting(findings: Findings, verdict: Verdict) -> Iterator[tuple[str, str]]
         yield "accepted", f"{shown} ({hidden}{used})"
     for reason, rounds in (findings.undrafted or {}).items():
         yield "not drafted", f"{rounds} rounds, since {reason}"
+    if findings.depth:
+        shares = enumerate(findings.depth)
+        told = ", ".join(f"k={k} in {share:.0%}" for k, share in shares if share)
+        yield "depth", f"{told} of rounds, as pays best; kept for later runs"
     if findings.exact:
         yield "exact", _exact(findings)
     if findings.rollback:
