@@ -32,9 +32,11 @@ LAYERS = [
         "gaps",
         "arguments",
         "store",
+        "costs",
     },
     {
         "futile",
+        "acceptance",
         "depth",
         "options",
         "stats",

@@ -211,24 +211,24 @@ def test_a_depth_that_is_always_k_leaves_nothing_to_ask(file: Path) -> None:
 
 
 CONSTANTS = {
-    "_MARGIN": 3.0,
-    "_TRIAL": 4,
-    "_CHANGES": 0.5,
-    "_ENOUGH": 4,
-    "_SHARE": 0.5,
-    "PARKED": "for no reason",
+    "depth._MARGIN": 3.0,
+    "depth._TRIAL": 4,
+    "depth._SHARE": 0.5,
+    "depth.PARKED": "for no reason",
+    "acceptance._CHANGES": 0.5,
+    "costs._ENOUGH": 4,
 }
 
 
 @pytest.mark.throughput
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_another_rule_for_the_depth_is_found(name: str, file: Path) -> None:
-    pattern = "0" if name in ("_SHARE", "PARKED") else "1110"
+    pattern = "0" if name in ("depth._SHARE", "depth.PARKED") else "1110"
     found = deep(file, None, None, pattern=pattern)
-    with patch.object(rules, name, CONSTANTS[name]):
+    with patch(f"mlx_lm_mtp.{name}", CONSTANTS[name]):
         lines = [line for recorded in found for line in differing(recorded)]
     assert lines and all("derived" in line for line in lines)
-    said = "parked, " if name == "PARKED" else " chosen of "
+    said = "parked, " if name == "depth.PARKED" else " chosen of "
     assert any(said in line for line in lines)
 
 
