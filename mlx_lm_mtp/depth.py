@@ -136,12 +136,15 @@ class Throughput:
     """Drafts as many tokens as yield the most tokens a second.
 
     Args:
-        known: From an earlier generation, and for later ones.
+        known: From an earlier generation.
+
+    Attributes:
+        known: The same, with what was learnt since, for a later one.
     """
 
     def __init__(self, known: Known | None = None) -> None:
-        self._known = Known() if known is None else known
-        self._known.begin()
+        self.known = Known() if known is None else known
+        self.known.begin()
         self._now = 0  # the k in use
         self._trial: Trial | None = None
         self._last: int | None = None  # k of the last verify
@@ -160,17 +163,17 @@ class Throughput:
             KeyError, TypeError, ValueError: If it has not.
         """
         made = cls()
-        made._known = Known.of(begun)
-        made._known.costs.begin()
+        made.known = Known.of(begun)
+        made.known.costs.begin()
         return made
 
     def to_dict(self) -> dict[str, Any]:
         """What it begins with, as JSON has it; to be asked before the first choice."""
-        return self._known.to_dict()
+        return self.known.to_dict()
 
     def estimates(self, most: int) -> list[Estimate]:
         """For each k up to `most`, what it is chosen by; none before k = 0 is known."""
-        costs, acceptance = self._known.costs, self._known.acceptance
+        costs, acceptance = self.known.costs, self.known.acceptance
         if not costs.measured(0):
             return []
         expected = enumerate(acceptance.expected(most, costs))
@@ -184,29 +187,29 @@ class Throughput:
     def choose(self, most: int) -> int:
         """See :class:`Depth`."""
         k = self._choose(most)
-        measured = self._trial is not None or not self._known.costs.measured(0)
+        measured = self._trial is not None or not self.known.costs.measured(0)
         why = MEASURED if measured else PARKED
         self._parked = why if k == 0 < most else ""
         return k
 
     def _choose(self, most: int) -> int:
-        if not self._known.costs.measured(0):
+        if not self.known.costs.measured(0):
             return 0
         if self._trial is not None and self._goes_on(self._trial, most):
             return self._trial.k
         self._trial = None
         if self._now > most:
             return most
-        if self._now == 0 and self._known.credit < 0 and self._rounds % _RESTS:
+        if self._now == 0 and self.known.credit < 0 and self._rounds % _RESTS:
             return 0
         self._now = self._best(most)
         k = self._promising(most)
         if k is None:
             return self._now
-        costs = self._known.costs
+        costs = self.known.costs
         rounds = _TRIAL + (not costs.measured(k))
         wider = costs.rounds(k, hopeful=True) - costs.rounds(0)
-        if self._known.credit < max(rounds * wider - _DARES, 0.0):
+        if self.known.credit < max(rounds * wider - _DARES, 0.0):
             return self._now
         self._trial = Trial(k, rounds)
         return k
@@ -216,25 +219,25 @@ class Throughput:
         if trial.k > most:
             return False
         hoped = self._rates(trial.k, hopeful=True)[-1]
-        return self._known.credit >= 0 or hoped > _MARGIN * self._rates(self._now)[-1]
+        return self.known.credit >= 0 or hoped > _MARGIN * self._rates(self._now)[-1]
 
     def _best(self, most: int) -> int:
         """The k that yields most, of those between widths that were measured."""
-        widest = max(self._known.costs.widest, self._now)
+        widest = max(self.known.costs.widest, self._now)
         rates = self._rates(max(min(most, widest), self._now))
         best = rates.index(max(rates))
         return best if rates[best] > _MARGIN * rates[self._now] else self._now
 
     def _promising(self, most: int) -> int | None:
         """The k that would be best if doubts are read in its favour; None if none."""
-        rates = self._rates(min(most, self._known.costs.reach), hopeful=True)
+        rates = self._rates(min(most, self.known.costs.reach), hopeful=True)
         usual = rates[self._now] = self._rates(self._now)[-1]
         best = rates.index(max(rates))
         return best if rates[best] > _MARGIN * usual else None
 
     def _rates(self, most: int, *, hopeful: bool = False) -> list[float]:
         """For each k, tokens in the time of a round of plain decoding."""
-        known = self._known
+        known = self.known
         expected = known.acceptance.expected(most, known.costs, hopeful=hopeful)
         return [tokens / rounds for tokens, rounds in expected]
 
@@ -246,7 +249,7 @@ class Throughput:
         steady = verified.k == self._last  # else it has work of the round before, too
         self._last = verified.k
         self._follow(verified.regime)
-        known, drafted = self._known, verified.drafted
+        known, drafted = self.known, verified.drafted
         known.acceptance.add(verified.k, drafted, verified.accepted)
         if verified.seconds is None:
             return
@@ -258,7 +261,7 @@ class Throughput:
 
     def _account(self, verified: Round) -> None:
         """Charge a trial for what it loses; else let it be earned."""
-        known, trial = self._known, self._trial
+        known, trial = self.known, self._trial
         if trial is None or trial.k != verified.k:
             known.credit = min(known.credit + self._share, _GRANT)
             return
@@ -275,7 +278,7 @@ class Throughput:
     def _follow(self, regime: str) -> None:
         """Another regime: what was accepted before it says little, so try anew."""
         if regime != self._regime and self._last is not None:
-            self._known.acceptance.doubt()
+            self.known.acceptance.doubt()
             self._try_anew()
         self._regime = regime
 
@@ -283,5 +286,5 @@ class Throughput:
         """Forgive what trials have lost, if that was not done of late."""
         if self._rounds >= self._forgives:
             self._share = _SHARE
-            self._known.credit = max(self._known.credit, 0.0)
+            self.known.credit = max(self.known.credit, 0.0)
             self._forgives = self._rounds + _FORGIVES

@@ -39,14 +39,14 @@ from .accept import AtOnce, Judge, OneByOne
 from .audit import Audit
 from .carry import Around, Carried
 from .certificate import NO_FORM, Certificate
-from .depth import Depth
+from .depth import Depth, Fixed
 from .drafters.base import Branch, Drafter, Proposal, hidden_for
 from .drafting import Drafting
 from .errors import TakeBack
 from .futile import FutileWatch
 from .gaps import SHOWN
 from .history import History
-from .learnt import depth_of, learnt_of
+from .learnt import learnt_of
 from .nearness import Nearness
 from .options import DraftOptions
 from .profile import Lap, Stopwatch
@@ -235,10 +235,9 @@ class _Loop:
         self.drafting = Drafting(
             drafter, options, sampler, processors, self.history, stream, self.timed
         )
-        self.learnt = None
-        if depth is None:
-            self.learnt = learnt_of(target, self.caches, drafter, options)
-        self.depth = depth or depth_of(self.learnt)
+        learnt = None if depth else learnt_of(target, self.caches, drafter, options)
+        self.learning = None if learnt is None else learnt.begin()
+        self.depth = depth or self.learning or Fixed()
         self.looks = options.gaps or options.audit > 0 or trace is not None
         self.told: list[Callable[[Round], None]] = [
             functools.partial(stats.count, keep=max(SHOWN, options.audit)),
@@ -626,8 +625,8 @@ class _Loop:
                 smallest = self.stats.smallest_gaps[: self.options.audit]
                 audited = self.audit.run(smallest, self.stats.tokens)
             self.stats.note(audited=audited)
-        if self.learnt is not None:
-            self.learnt.keep(self.stats.rounds)
+        if self.learning is not None:
+            self.learning.end(self.stats.rounds)
         if self.trace is not None:
             self.trace.end(self.stats.stats)
 

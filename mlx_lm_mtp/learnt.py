@@ -7,6 +7,7 @@ has to measure what a round costs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 from . import store
 from .anatomy import pipeline_ranks
 from .certificate import fingerprint
-from .depth import Depth, Fixed, Known, Throughput
+from .depth import Known, Throughput
 from .drafters.base import Drafter
 from .options import DraftOptions
 from .origin import ByModel
@@ -37,21 +38,34 @@ class Learnt:
         self._known = _read(name)
         self._generations = 0
 
-    def depth(self) -> Throughput:
-        """For a generation that begins now."""
-        return Throughput(self._known)
+    def begin(self) -> Learning:
+        """The depth of a generation that begins now, and may not be the only one."""
+        return Learning(copy.deepcopy(self._known), self)
 
-    def keep(self, rounds: int) -> None:
-        """Write it down for the next process, after the 1st, 2nd, 4th, 8th … of them.
-
-        Args:
-            rounds: That the generation had; a short one has not learnt much.
-        """
-        if rounds < _ROUNDS:
-            return
+    def keep(self, known: Known) -> None:
+        """Go on from this, and after the 1st, 2nd, 4th, 8th … time write it down."""
+        self._known = known
         self._generations += 1
         if self._generations & (self._generations - 1) == 0:
-            store.write(KIND, self._name, self._known.to_dict())
+            store.write(KIND, self._name, known.to_dict())
+
+
+class Learning(Throughput):
+    """As deep as yields most, in one generation, which leaves what it has learnt.
+
+    Args:
+        known: To begin with; it is changed.
+        learnt: Is told in the end.
+    """
+
+    def __init__(self, known: Known, learnt: Learnt) -> None:
+        super().__init__(known)
+        self._learnt = learnt
+
+    def end(self, rounds: int) -> None:
+        """The generation is over, after so many rounds; few have not taught much."""
+        if rounds >= _ROUNDS:
+            self._learnt.keep(self.known)
 
 
 _learnt: ByModel[dict[str, Learnt]] = ByModel()
@@ -77,11 +91,6 @@ def learnt_of(
     if name not in known:
         known[name] = Learnt(name)
     return known[name]
-
-
-def depth_of(learnt: Learnt | None) -> Depth:
-    """What decides how many tokens a generation drafts."""
-    return Fixed() if learnt is None else learnt.depth()
 
 
 def _read(name: str) -> Known:

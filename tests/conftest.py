@@ -41,13 +41,12 @@ def fixed_depth(
 
     Tests that are marked `throughput`, and all other processes, have the default.
     """
-    from mlx_lm_mtp import learnt
-    from mlx_lm_mtp.depth import Fixed
+    from mlx_lm_mtp import generate, learnt
 
     # What one test has learnt, no other one is to know.
     monkeypatch.setattr(learnt, "KIND", f"depths-{uuid.uuid4().hex}")
     if request.node.get_closest_marker("throughput") is None:
-        monkeypatch.setattr(learnt, "Throughput", lambda known: Fixed())
+        monkeypatch.setattr(generate, "learnt_of", lambda *of: None)
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ from mlx_lm_mtp import (
     store,
 )
 from mlx_lm_mtp import depth as rules
-from mlx_lm_mtp.depth import MEASURED, PARKED, Fixed, Known, Throughput
-from mlx_lm_mtp.learnt import Learnt, depth_of, learnt_of
+from mlx_lm_mtp.depth import MEASURED, PARKED, Known, Throughput
+from mlx_lm_mtp.learnt import Learnt, learnt_of
 from mlx_lm_mtp.origin import ByModel
 from mlx_lm_mtp.rounds import Round
 from mlx_lm_mtp.target import Target
@@ -348,7 +348,7 @@ def test_what_was_broken_off_tells_nothing() -> None:
         controller.take(Round(k, k, k, seconds=0.01 + 0.001 * k))
 
     def all_of_it() -> str:
-        costs = controller._known.costs
+        costs = controller.known.costs
         return repr((vars(controller), vars(costs), controller.to_dict()))
 
     before = all_of_it()
@@ -501,8 +501,8 @@ def test_the_option_turns_it_off() -> None:
     model = checks.model_of(SPECS[0])
     for option in ("fixed", "confidence"):
         options = DraftOptions(depth=option)
-        assert isinstance(depth_of(learnt_for(model, options)), Fixed)
-    assert isinstance(depth_of(learnt_for(model, DraftOptions())), Throughput)
+        assert learnt_for(model, options) is None
+    assert learnt_for(model, DraftOptions()) is not None
     stats = Tally()
     for _ in draft_generate_step(
         mx.array(PROMPT),
@@ -519,10 +519,8 @@ def test_the_option_turns_it_off() -> None:
 def test_what_is_measured_is_known_to_the_next_generation_alone() -> None:
     model, other = checks.model_of(SPECS[0]), checks.model_of(SPECS[1])
 
-    def known(model: object, **options: object) -> Known:
-        found = learnt_for(model, DraftOptions.of(options))
-        assert found is not None
-        return found.depth()._known
+    def known(model: object, **options: object) -> Learnt | None:
+        return learnt_for(model, DraftOptions.of(options))
 
     assert known(model) is known(model) is known(model, num_draft_tokens=5)
     assert known(model) is not known(other)
@@ -543,25 +541,37 @@ def learning(model: Any, options: DraftOptions) -> Learnt:
 def test_the_next_process_begins_with_what_was_learnt() -> None:
     model, options = checks.model_of(SPECS[0]), DraftOptions()
     first = learning(model, options)
-    controller = first.depth()
+    controller = first.begin()
     assert controller.choose(3) == 0  # plain decoding has to be measured
     told = [(0, 1.0)] * 4 + [(3, 1.5)] * 4
     for k, seconds in told:
         controller.take(Round(k, k, k, seconds=seconds))
-    first.keep(rounds=len(told))
-    second = learning(model, options).depth()
+    controller.end(rounds=len(told))
+    second = learning(model, options).begin()
     assert second.choose(3) > 1
     assert second.to_dict()["costs"] == {"0": [1.0, 1.0], "3": [1.5, 1.5]}
-    assert learning(model, DraftOptions(paths=2)).depth().choose(3) == 0
+    assert learning(model, DraftOptions(paths=2)).begin().choose(3) == 0
+
+
+def test_generations_at_the_same_time_do_not_disturb_each_other() -> None:
+    learnt_so_far = learning(checks.model_of(SPECS[0]), DraftOptions())
+    first, second = learnt_so_far.begin(), learnt_so_far.begin()
+    for _ in range(9):
+        first.take(Round(0, seconds=1.0))
+    assert second.to_dict() == Known().to_dict()
+    first.end(rounds=9)
+    assert learnt_so_far.begin().choose(3) > 0
+    second.end(rounds=7)
+    assert learnt_so_far.begin().choose(3) > 0
 
 
 def test_a_short_generation_is_not_worth_a_file() -> None:
     first = learning(checks.model_of(SPECS[0]), DraftOptions())
     with patch.object(store, "write") as write:
-        first.keep(rounds=7)
+        first.begin().end(rounds=7)
         assert not write.called
         for _ in range(20):
-            first.keep(rounds=8)
+            first.begin().end(rounds=8)
         assert write.call_count == 5  # after 1, 2, 4, 8 and 16
 
 
@@ -577,7 +587,7 @@ def test_a_short_generation_is_not_worth_a_file() -> None:
 )
 def test_a_damaged_file_is_as_good_as_none(found: dict[str, Any]) -> None:
     with patch.object(store, "read", return_value=found):
-        made = learning(checks.model_of(SPECS[0]), DraftOptions()).depth()
+        made = learning(checks.model_of(SPECS[0]), DraftOptions()).begin()
     assert made.to_dict() == Known().to_dict()
 
 
