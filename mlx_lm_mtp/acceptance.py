@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from .costs import SILENT, Costs
+from .costs import SILENT, Costs, finite
 
 # What the acceptance at a position may be, and how likely each is at first: it is for a
 # drafter that was made for the model.
@@ -40,9 +40,14 @@ class Share:
         self.hits = _FADES * self.hits + hit
         self.of = _FADES * self.of + 1
 
-    def mean(self, guess: float) -> float:
-        """The share, where a guess counts as one case."""
-        return (self.hits + guess) / (self.of + 1)
+    def fade(self, left: float) -> None:
+        """Let what was seen count for less."""
+        self.hits *= left
+        self.of *= left
+
+    def mean(self, guess: float, left: float = 1.0) -> float:
+        """The share, where a guess counts as one case, and what was seen as it says."""
+        return (left * self.hits + guess) / (left * self.of + 1)
 
 
 @dataclass
@@ -109,15 +114,19 @@ class Acceptance:
 
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> Acceptance:
-        """As :meth:`to_dict` has put it down."""
+        """As :meth:`to_dict` has put it down.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it has not.
+        """
         made = cls()
         made.drafted = [Share(**_floats(share)) for share in known["drafted"]]
         made.accepted = [
-            Belief(*(list(map(float, b[name])) for name in ("now", "past", "usual")))
+            Belief(*(list(map(finite, b[name])) for name in ("now", "past", "usual")))
             for b in known["accepted"]
         ]
-        made.parked = int(known["parked"])
-        chances = (c for b in made.accepted for c in (b.now, b.past, b.usual) if c)
+        made.parked = int(finite(known["parked"]))
+        chances = (c for b in made.accepted for c in (b.now or b.past, b.past, b.usual))
         if any(len(of_levels) != len(LEVELS) for of_levels in chances):
             raise ValueError(f"not a chance for each of {len(LEVELS)} levels")
         return made
@@ -153,6 +162,8 @@ class Acceptance:
             belief.average(usual)
             belief.mix(_OTHER_TEXT)
             usual = belief.usual
+        for share in self.drafted:
+            share.fade(_OTHER_TEXT)
 
     def expected(
         self, most: int, costs: Costs, *, hopeful: bool = False
@@ -163,8 +174,9 @@ class Acceptance:
         made = [(1.0, costs.rounds(0, hopeful=hopeful))]
         tokens, likely = 1.0, 1.0  # the chance that the draft before is kept
         ended, reached, drafted = 0.0, 1.0, 1.0  # … and that it was drafted
+        counts = (1 - _CHANGES) ** self.parked if hopeful else 1.0
         for d in range(most):
-            drafted = self.drafted[d].mean(drafted)
+            drafted = self.drafted[d].mean(drafted, counts)
             likely *= drafted * self._hope(d)[hopeful]
             tokens += likely
             ends = costs.rounds(d or SILENT, hopeful=hopeful)
@@ -208,4 +220,4 @@ def _moments(chances: Sequence[float]) -> tuple[float, float]:
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
+    return {name: finite(value) for name, value in values.items()}

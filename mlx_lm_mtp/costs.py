@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 SILENT = -1  # the drafts of a round whose drafter was asked and had none
 
@@ -38,9 +39,16 @@ class Costs:
 
     @classmethod
     def of(cls, known: Mapping[str, Sequence[float]]) -> Costs:
-        """As :meth:`to_dict` has put it down."""
+        """As :meth:`to_dict` has put it down.
+
+        Raises:
+            AttributeError, TypeError, ValueError: If it has not.
+        """
         costs = cls()
-        costs._known = {int(w): list(map(float, of_w)) for w, of_w in known.items()}
+        costs._known = {int(w): list(map(finite, of_w)) for w, of_w in known.items()}
+        compared = [cost for of_w in costs._known.values() for cost in of_w]
+        if min(compared, default=1.0) <= 0 or (compared and not costs._known.get(0)):
+            raise ValueError("costs that cannot be, or none of plain decoding")
         return costs
 
     def to_dict(self) -> dict[str, list[float]]:
@@ -134,3 +142,15 @@ class Costs:
     def _at(self, width: int) -> float:
         known = self._known.get(width)
         return statistics.median_low(known) if known else 1.0
+
+
+def finite(value: Any) -> float:
+    """As a number.
+
+    Raises:
+        TypeError, ValueError: If it is none, or without bounds.
+    """
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not finite")
+    return number

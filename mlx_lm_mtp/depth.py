@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .acceptance import Acceptance
-from .costs import SILENT, Costs
+from .costs import SILENT, Costs, finite
 from .rounds import Round
 
 PARKED = "a round with drafts costs more than it saves"
@@ -39,7 +39,7 @@ _GRANT = 2.0  # rounds of plain decoding that trials may lose on credit
 _FORGIVES = 50  # rounds, at least, between two texts that cancel its debts
 _DARES = 4.0  # … of such rounds, that a trial may lose if all its drafts are wrong
 _LEAST_SHARE = _SHARE / 4  # after many that have changed nothing
-_TRIAL = 2  # rounds whose seconds count
+_TRIAL = 2  # rounds, and one more at a k that was never measured
 _RESTS = 8  # rounds after which a parked one is thought over again
 _MARGIN = 1.02  # by which another k must be better to be taken
 
@@ -87,7 +87,7 @@ class Known:
             KeyError, TypeError, ValueError: If it has not.
         """
         acceptance = Acceptance.of(known["acceptance"])
-        return cls(Costs.of(known["costs"]), acceptance, float(known["credit"]))
+        return cls(Costs.of(known["costs"]), acceptance, finite(known["credit"]))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -140,6 +140,7 @@ class Throughput:
 
     Attributes:
         known: The same, with what was learnt since, for a later one.
+        rounds: So far, but for those that tell nothing.
     """
 
     def __init__(self, known: Known | None = None) -> None:
@@ -147,8 +148,9 @@ class Throughput:
         self.known.begin()
         self._now = 0  # the k in use
         self._trial: Trial | None = None
+        self._tried: int | None = None  # k of the latest trial
         self._last: int | None = None  # k of the last verify
-        self._rounds = 0  # so far
+        self.rounds = 0
         self._forgives = 0  # from this round on
         self._regime = ""
 
@@ -198,9 +200,8 @@ class Throughput:
         if self._trial is not None and self._goes_on(self._trial, most):
             return self._trial.k
         self._trial = None
-        if self._now > most:
-            return most
-        if self._now == 0 and self.known.credit < 0 and self._rounds % _RESTS:
+        self._now = min(self._now, most)
+        if self._now == 0 and self.known.credit < 0 and self.rounds % _RESTS:
             return 0
         self._now = self._best(most)
         k = self._promising(most)
@@ -211,7 +212,7 @@ class Throughput:
         wider = costs.rounds(k, hopeful=True) - costs.rounds(0)
         if self.known.credit < max(rounds * wider - _DARES, 0.0):
             return self._now
-        self._trial = Trial(k, rounds)
+        self._trial, self._tried = Trial(k, rounds), k
         return k
 
     def _goes_on(self, trial: Trial, most: int) -> bool:
@@ -243,16 +244,14 @@ class Throughput:
 
     def take(self, verified: Round) -> None:
         """See :class:`Depth`; what was broken off tells nothing."""
-        if verified.stopped or verified.rescue is not None:
+        if verified.stopped or verified.rescue is not None or not verified.seconds:
             return
-        self._rounds += 1
+        self.rounds += 1
         steady = verified.k == self._last  # else it has work of the round before, too
         self._last = verified.k
         self._follow(verified.regime)
         known, drafted = self.known, verified.drafted
         known.acceptance.add(verified.k, drafted, verified.accepted)
-        if verified.seconds is None:
-            return
         width = drafted if drafted or not verified.k else SILENT
         if steady:  # the first of a kind may compile
             known.costs.add(width, verified.seconds)
@@ -262,12 +261,14 @@ class Throughput:
     def _account(self, verified: Round) -> None:
         """Charge a trial for what it loses; else let it be earned."""
         known, trial = self.known, self._trial
-        if trial is None or trial.k != verified.k:
+        if verified.k == self._now or verified.k != self._tried:
             known.credit = min(known.credit + self._share, _GRANT)
             return
         rate = self._rates(self._now)[-1]
-        cost = known.acceptance.expected(trial.k, known.costs)[-1][1]
+        cost = known.acceptance.expected(verified.k, known.costs)[-1][1]
         known.credit -= cost - (1 + verified.accepted) / rate
+        if trial is None:  # one more was drafted ahead before the trial was over
+            return
         trial.rounds -= 1
         if trial.rounds == 0:
             changed = self._rates(trial.k)[-1] > _MARGIN * rate
@@ -277,14 +278,14 @@ class Throughput:
 
     def _follow(self, regime: str) -> None:
         """Another regime: what was accepted before it says little, so try anew."""
-        if regime != self._regime and self._last is not None:
+        if self._regime and regime != self._regime:
             self.known.acceptance.doubt()
             self._try_anew()
         self._regime = regime
 
     def _try_anew(self) -> None:
         """Forgive what trials have lost, if that was not done of late."""
-        if self._rounds >= self._forgives:
+        if self.rounds >= self._forgives:
             self._share = _SHARE
             self.known.credit = max(self.known.credit, 0.0)
-            self._forgives = self._rounds + _FORGIVES
+            self._forgives = self.rounds + _FORGIVES

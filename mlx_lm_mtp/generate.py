@@ -352,6 +352,7 @@ class _Loop:
         yield token, logprobs, False
         stopped = self.on_tokens is not None and self.on_tokens([token])
         self.ended = bool(stopped) or token in self.eos_token_ids
+        self.work.lap()  # what the caller did meanwhile is no work
 
     # --- rounds -------------------------------------------------------------------
 
@@ -626,7 +627,7 @@ class _Loop:
                 audited = self.audit.run(smallest, self.stats.tokens)
             self.stats.note(audited=audited)
         if self.learning is not None:
-            self.learning.end(self.stats.rounds)
+            self.learning.end()
         if self.trace is not None:
             self.trace.end(self.stats.stats)
 

@@ -29,6 +29,9 @@ _ROUNDS = 8  # of a generation from which on it is worth writing down
 class Learnt:
     """What generations with one model, drafter and strategy have learnt.
 
+    On disk models are known by their structure and drafters by their names, so it may
+    be another's of the same kind: a guess, which is corrected as a text is written.
+
     Args:
         name: Of the file.
     """
@@ -42,9 +45,16 @@ class Learnt:
         """The depth of a generation that begins now, and may not be the only one."""
         return Learning(copy.deepcopy(self._known), self)
 
-    def keep(self, known: Known) -> None:
-        """Go on from this, and after the 1st, 2nd, 4th, 8th … time write it down."""
+    def keep(self, known: Known, *, told: bool) -> None:
+        """Go on from this, and write it down after the 1st, 2nd, 4th, 8th … text.
+
+        Args:
+            known: From now on.
+            told: Whether it is worth a file.
+        """
         self._known = known
+        if not told:
+            return
         self._generations += 1
         if self._generations & (self._generations - 1) == 0:
             store.write(KIND, self._name, known.to_dict())
@@ -62,10 +72,9 @@ class Learning(Throughput):
         super().__init__(known)
         self._learnt = learnt
 
-    def end(self, rounds: int) -> None:
-        """The generation is over, after so many rounds; few have not taught much."""
-        if rounds >= _ROUNDS:
-            self._learnt.keep(self.known)
+    def end(self) -> None:
+        """The generation is over."""
+        self._learnt.keep(self.known, told=self.rounds >= _ROUNDS)
 
 
 _learnt: ByModel[dict[str, Learnt]] = ByModel()

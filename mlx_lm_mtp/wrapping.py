@@ -21,13 +21,14 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     A name that this version of stock does not have is left alone.
     """
     if isinstance(owner, type):  # where the class, or one that it inherits from, has it
-        owner = next(cls for cls in owner.__mro__ if name in vars(cls))
+        owner = next((cls for cls in owner.__mro__ if name in vars(cls)), owner)
     if (owner, name) in _stock:  # asked in every forward
         return
     with _lock:
         if (owner, name) not in _stock and name in vars(owner):
-            _stock[owner, name] = vars(owner)[name]
-            setattr(owner, name, wrapper(vars(owner)[name]))
+            stock = vars(owner)[name]
+            setattr(owner, name, wrapper(stock))
+            _stock[owner, name] = stock  # not before: who finds it here does not wait
 
 
 class Meanwhile:

@@ -149,7 +149,7 @@ def test_within_three_percent_of_the_best_k(name: str) -> None:
     """Once costs are known, or in a long text, on average over texts."""
     later = [compared(name, q, 200, warm=True) for q in QS]
     long = [compared(name, q, 1000, warm=False, times=6) for q in QS]
-    assert min(later + long) > 0.91 and statistics.mean(later + long) > 0.97
+    assert min(later + long) > 0.9 and statistics.mean(later + long) > 0.97
 
 
 @pytest.mark.parametrize("q", [0.0, 0.1])
@@ -272,6 +272,47 @@ def test_a_drafter_that_is_often_silent() -> None:
         0.7 + 0.3 * curve[3]
     )
     assert statistics.mean(often) > 0.96 * fixed
+
+
+@pytest.mark.parametrize("silent", [1.05, 1.1])
+def test_a_drafter_that_was_silent_for_long_is_asked_again(silent: float) -> None:
+    """As one that looks for something to copy, and at last finds it."""
+    controller, asked = Throughput(), []
+    for number in range(900):
+        k = controller.choose(3)
+        drafted = k if number >= 100 else 0
+        cost = 1 + 0.1 * k if drafted or not k else silent
+        controller.take(Round(k, drafted, drafted, seconds=cost))
+        asked.append(k > 0)
+    assert sum(asked[100:]) > 400
+
+
+def test_one_that_may_draft_less_is_parked_all_the_same() -> None:
+    """From some context length on fewer tokens may be verified at once."""
+    controller, ks = Throughput(), []
+    for number in range(600):
+        most = 4 if number < 200 else 1
+        k = controller.choose(most)
+        controller.take(Round(k, k, k if most == 4 else 0, seconds=1 + 0.5 * (k > 0)))
+        ks.append(k)
+    assert min(ks[100:200]) > 1 and sum(ks[250:]) < 35
+
+
+def test_a_text_that_begins_in_a_regime_changes_none() -> None:
+    controller = Throughput()
+    controller.known.credit = -5.0
+    controller.take(Round(0, regime="answer", seconds=1.0))
+    controller.take(Round(0, regime="answer", seconds=1.0))
+    assert controller.known.credit < -4
+    controller.take(Round(0, regime="thinking", seconds=1.0))
+    assert controller.known.credit >= 0
+
+
+def test_a_clock_that_stands_still_tells_nothing() -> None:
+    controller = Throughput()
+    for _ in range(9):
+        controller.take(Round(0, seconds=0.0))
+    assert controller.to_dict() == Known().to_dict()
 
 
 def test_a_hiccup_does_not_park_it() -> None:
@@ -546,7 +587,7 @@ def test_the_next_process_begins_with_what_was_learnt() -> None:
     told = [(0, 1.0)] * 4 + [(3, 1.5)] * 4
     for k, seconds in told:
         controller.take(Round(k, k, k, seconds=seconds))
-    controller.end(rounds=len(told))
+    controller.end()
     second = learning(model, options).begin()
     assert second.choose(3) > 1
     assert second.to_dict()["costs"] == {"0": [1.0, 1.0], "3": [1.5, 1.5]}
@@ -559,20 +600,30 @@ def test_generations_at_the_same_time_do_not_disturb_each_other() -> None:
     for _ in range(9):
         first.take(Round(0, seconds=1.0))
     assert second.to_dict() == Known().to_dict()
-    first.end(rounds=9)
+    first.end()
     assert learnt_so_far.begin().choose(3) > 0
-    second.end(rounds=7)
-    assert learnt_so_far.begin().choose(3) > 0
+
+
+def ended(so_far: Learnt, rounds: int) -> None:
+    generation = so_far.begin()
+    for _ in range(rounds):
+        generation.take(Round(0, seconds=1.0))
+    generation.end()
 
 
 def test_a_short_generation_is_not_worth_a_file() -> None:
     first = learning(checks.model_of(SPECS[0]), DraftOptions())
     with patch.object(store, "write") as write:
-        first.begin().end(rounds=7)
+        ended(first, rounds=7)
         assert not write.called
+        assert first.begin().to_dict()["costs"] == {"0": [1.0, 1.0]}
         for _ in range(20):
-            first.begin().end(rounds=8)
+            ended(first, rounds=8)
         assert write.call_count == 5  # after 1, 2, 4, 8 and 16
+
+
+NOTHING = Known().to_dict()["acceptance"]
+EMPTY: dict[str, list[float]] = {"now": [], "past": [], "usual": []}
 
 
 @pytest.mark.parametrize(
@@ -583,6 +634,11 @@ def test_a_short_generation_is_not_worth_a_file() -> None:
         {"costs": {"0": [1]}, "acceptance": [], "credit": 1},
         Known().to_dict() | {"costs": {"none": [1]}},
         Known().to_dict() | {"credit": None},
+        Known().to_dict() | {"credit": math.nan},
+        Known().to_dict() | {"costs": {"0": [0.0, 0.0]}},
+        Known().to_dict() | {"costs": {"3": [1.0, 1.0]}},
+        Known().to_dict() | {"acceptance": NOTHING | {"parked": math.inf}},
+        Known().to_dict() | {"acceptance": NOTHING | {"accepted": [EMPTY]}},
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(found: dict[str, Any]) -> None:

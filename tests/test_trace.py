@@ -314,6 +314,8 @@ HEADER = '{"trace": 1, "drafter": "x", "num_draft_tokens": 1, "options": {}}'
 KNOWN = json.dumps(rules.Known().to_dict() | {"costs": {"0": [0.25]}})
 DAMAGES = [
     ("0.25", "null"),
+    ("0.25", "0"),
+    ('"parked": 0', '"parked": Infinity'),
     ("[0.25]", "0.25"),
     ('"0"', '"none"'),
     ('{"0": [0.25]}', "[]"),

@@ -61,8 +61,8 @@ def _draw_speeds(axes: Any, rows: list[Row]) -> None:
     fixed = [row for row in rows if isinstance(row.k, int)]
     ks = [row.k for row in fixed]
     axes.axhline(1, color=_STOCK, linewidth=1.2, label="stock")
-    below = [row.ratio - row.ratios[0] for row in fixed]
-    above = [row.ratios[1] - row.ratio for row in fixed]
+    below = [max(row.ratio - row.ratios[0], 0.0) for row in fixed]
+    above = [max(row.ratios[1] - row.ratio, 0.0) for row in fixed]
     axes.errorbar(
         ks,
         [row.ratio for row in fixed],

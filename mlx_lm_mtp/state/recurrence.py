@@ -110,19 +110,9 @@ class Recurrence:
         # What may change from call to call: a layer asks in every forward.
         batch, tokens, *heads = q.shape
         length = min(tokens, _LONGEST + 1)  # longer ones are alike
-        key = (
-            *(
-                recorded,
-                stock,
-                batch,
-                length,
-                *heads,
-                v.shape[2:],
-                g.ndim,
-                mask is None,
-            ),
-            *(q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype, state.dtype),
-        )
+        dtypes = q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype, state.dtype
+        shapes_of = (batch, length, *heads, v.shape[2:], g.ndim, mask is None)
+        key = (recorded, stock, *shapes_of, *dtypes)
         decided = self._decided.get(key)
         if decided is None:
             shapes = Shapes.of(inputs, state, mask)
