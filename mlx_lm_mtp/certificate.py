@@ -280,8 +280,8 @@ def _look(part: Any) -> Any:
     if isinstance(part, nn.Module):
         own = {k: v for k, v in vars(part).items() if isinstance(v, _PLAIN)}
         return type(part), own, {name: _look(inner) for name, inner in part.items()}
-    if isinstance(part, dict):
-        return {name: _look(inner) for name, inner in part.items()}
+    if isinstance(part, dict):  # whose keys may be anything
+        return {str(name): _look(inner) for name, inner in part.items()}
     if isinstance(part, list | tuple):
         return [_look(inner) for inner in part]
     return None
