@@ -40,6 +40,7 @@ from oracle import contents, differences, same_bits
 from tiny import HYBRIDS, VOCAB, WITH_EXPERTS, Spec
 
 import mlx_lm_mtp
+from mlx_lm_mtp import wrapping
 from mlx_lm_mtp.state import capture, commit
 from mlx_lm_mtp.state.forms import BATCHED
 from mlx_lm_mtp.state.recurrence import Recurrence
@@ -663,6 +664,46 @@ def test_uninstalling_puts_the_very_objects_of_stock_back() -> None:
 def test_recording_works_again_after_uninstalling() -> None:
     mlx_lm_mtp.uninstall()
     assert commit_differences(HYBRID, 2) == []
+
+
+def test_who_finds_a_name_wrapped_finds_the_wrapper() -> None:
+    """Not stock, while another thread is about to put the wrapper in its place."""
+
+    class Owner:
+        name = "stock"
+
+    begun, go_on, seen = threading.Event(), threading.Event(), list[str]()
+
+    def slowly(stock: str) -> str:
+        begun.set()
+        go_on.wait(10)
+        return "wrapped"
+
+    def second() -> None:
+        wrapping.wrap(Owner, "name", slowly)
+        seen.append(Owner.name)
+
+    threads = [
+        threading.Thread(target=wrapping.wrap, args=(Owner, "name", slowly)),
+        threading.Thread(target=second),
+    ]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)  # it waits, and must not have gone on
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    wrapping._stock.pop((Owner, "name"))
+    assert seen == ["wrapped"]
+
+
+def test_a_name_that_stock_does_not_have_is_left_alone() -> None:
+    class Owner:
+        pass
+
+    wrapping.wrap(Owner, "name", lambda stock: 1 / 0)
+    assert not hasattr(Owner, "name")
 
 
 def test_wrapping_twice_wraps_once() -> None:
