@@ -183,9 +183,10 @@ def test_totals_are_counted_for_each_drafter_and_k(tmp_path: Path) -> None:
 
 
 def test_as_many_are_drafted_as_pay_and_that_is_told(
-    served: Servers, stock: Server
+    served: Servers, stock: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What is drafted depends on seconds; the answers do not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known yet
     at = served("--mtp", "--draft-option", "depth=throughput")
     for seed in (1, 2, 3):
         same(at, stock, seed=seed, max_tokens=60)
