@@ -424,7 +424,7 @@ def _shifted(stock: Any) -> Any:
 def _always_given(stock: Any) -> Any:
     def observe(self: Any) -> None:
         self._unobserved = [
-            leg._replace(hidden=mx.zeros((*leg.inputs.shape, 64)))
+            leg._replace(all_hidden=mx.zeros((1, len(leg.inputs), 64)), row=0)
             for leg in self._unobserved
         ]
         stock(self)
