@@ -126,9 +126,12 @@ class Acceptance:
             for b in known["accepted"]
         ]
         made.parked = int(finite(known["parked"]))
-        chances = (c for b in made.accepted for c in (b.now or b.past, b.past, b.usual))
-        if any(len(of_levels) != len(LEVELS) for of_levels in chances):
-            raise ValueError(f"not a chance for each of {len(LEVELS)} levels")
+        for belief in made.accepted:
+            for chances in (belief.now or belief.usual, belief.past, belief.usual):
+                if len(chances) != len(LEVELS) or min(chances) < 0:
+                    raise ValueError(f"not a chance for each of {len(LEVELS)} levels")
+            if min(sum(belief.now or belief.usual), sum(belief.usual)) <= 0:
+                raise ValueError("chances of nothing")
         return made
 
     def to_dict(self) -> dict[str, Any]:

@@ -146,14 +146,13 @@ class Throughput:
     def __init__(self, known: Known | None = None) -> None:
         self.known = Known() if known is None else known
         self.known.begin()
+        self.rounds = 0
         self._now = 0  # the k in use
         self._trial: Trial | None = None
         self._tried: int | None = None  # k of the latest trial
         self._last: int | None = None  # k of the last verify
-        self.rounds = 0
         self._forgives = 0  # from this round on
         self._regime = ""
-
         self._share = _SHARE
         self._parked = ""
 

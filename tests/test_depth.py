@@ -624,6 +624,7 @@ def test_a_short_generation_is_not_worth_a_file() -> None:
 
 NOTHING = Known().to_dict()["acceptance"]
 EMPTY: dict[str, list[float]] = {"now": [], "past": [], "usual": []}
+ZEROS = dict.fromkeys(EMPTY, [0.0] * len(acceptance.LEVELS))
 
 
 @pytest.mark.parametrize(
@@ -639,6 +640,7 @@ EMPTY: dict[str, list[float]] = {"now": [], "past": [], "usual": []}
         Known().to_dict() | {"costs": {"3": [1.0, 1.0]}},
         Known().to_dict() | {"acceptance": NOTHING | {"parked": math.inf}},
         Known().to_dict() | {"acceptance": NOTHING | {"accepted": [EMPTY]}},
+        Known().to_dict() | {"acceptance": NOTHING | {"accepted": [ZEROS]}},
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(found: dict[str, Any]) -> None:
